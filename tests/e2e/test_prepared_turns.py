@@ -38,7 +38,7 @@ def idle(server: Served) -> Served:
     """The server once it has looked at the turns of the test before."""
     number = -1.0
     while number != (number := looked_at(server)):
-        time.sleep(0.3)
+        time.sleep(1.2)  # longer than a busy server rests
     return server
 
 

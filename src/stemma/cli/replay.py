@@ -54,7 +54,9 @@ def replay_command(
     ] = "blocks",
     trace_format: Annotated[
         str | None,
-        typer.Option("--format", help="mooncake, bailian, weka, stemma, openai or azure; default: by looks."),
+        typer.Option(
+            "--format", help="mooncake, aiperf, bailian, weka, stemma, openai or azure; default: by looks."
+        ),
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Checkpoint whose tokenizer reads an OpenAI chat trace.")

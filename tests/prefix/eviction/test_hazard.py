@@ -423,3 +423,49 @@ def test_blocks_loaded_ahead_of_their_use_are_evictable_and_used_later() -> None
     policy.access(chain + 4, 8.0)
     policy.offer(6)
     assert policy.victim(9.0) == 9
+
+
+def hinted_traffic(priority: int, *, is_true: bool) -> int:
+    """Every second block has a hint; some come back after 40 s, by the hint or in spite of it.
+
+    Return the hits in 25 blocks, of those after the first third.
+    """
+    schedule = []
+    for number in range(1, 4500):
+        schedule.append((float(number), number))
+        if (number % 2 == 0) == is_true:
+            schedule.append((number + 40.0, number))
+    schedule.sort()
+    third = len(schedule) // 3
+    hint = RetentionHint(priority=priority)
+    hits = [0]
+
+    class Hinted(HazardPolicy):
+        """Gets the hints of this traffic, and counts."""
+
+        def insert(self, block_ids: np.ndarray, now: float, traits: BlockTraits) -> None:
+            assert traits.fingerprints is not None
+            is_even = int(traits.fingerprints[0]) % 2 == 0
+            super().insert(block_ids, now, replace(traits, hint=hint) if is_even else traits)
+
+        def access(self, block_ids: np.ndarray, now: float) -> None:
+            hits[0] += now > schedule[third][0]
+            super().access(block_ids, now)
+
+    drive(Hinted(), 25, schedule)
+    return hits[0]
+
+
+def test_a_lying_hint_is_unlearned():
+    """What is said to matter most never comes back: after a while that costs next to nothing."""
+    assert hinted_traffic(90, is_true=False) > 0.9 * hinted_traffic(50, is_true=False)
+
+
+def test_a_true_hint_pays():
+    """Nothing but the hint tells which blocks come back."""
+    assert hinted_traffic(70, is_true=True) > 1.3 * hinted_traffic(50, is_true=True)
+
+
+def test_a_hint_that_says_the_opposite_is_understood():
+    """Blocks of the lowest priority are the ones that come back."""
+    assert hinted_traffic(10, is_true=True) > 1.1 * hinted_traffic(50, is_true=True)

@@ -13,6 +13,7 @@ from tests.server.scripted_engine import ScriptedEngine
 from stemma.config.settings import Settings
 from stemma.engine.api import GenerationRequest
 from stemma.server.app import create_app
+from stemma.server.history.idleness import BUSY_REQUESTS, REST_S
 from stemma.server.tenants.keyfile import add_key
 
 QUESTION = {"role": "user", "content": "How deep is the river?"}
@@ -142,3 +143,38 @@ async def test_in_the_namespace_of_the_tenant(
         [found] = await prepared(engine)
     assert found.namespace == engine.requests[0].namespace
     assert found.namespace.owner
+
+
+async def test_nothing_begins_in_the_gaps_of_a_busy_server(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script.reply = REPLY
+    for number in range(BUSY_REQUESTS):
+        await post(client, messages=[{"role": "user", "content": f"Who is number {number}?"}])
+    await asyncio.sleep(4 * REST_S)  # a gap, though no request is open
+    assert not engine.prepared
+    assert len(await prepared(engine, BUSY_REQUESTS)) == BUSY_REQUESTS
+
+
+async def test_a_lone_conversation_is_prepared_in_short_gaps(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script.reply = REPLY
+    messages = [QUESTION]
+    for number in range(2 * BUSY_REQUESTS):
+        await post(client, messages=messages)
+        messages += [{"role": "assistant", "content": REPLY}, QUESTION]
+        await asyncio.sleep(2 * REST_S)
+        assert len(engine.prepared) == number + 1
+
+
+async def test_vain_looks_become_rare(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stemma.server.history.idleness.VAIN_LOOKS", 1)  # this engine has computed all before
+    await post(client, messages=[QUESTION])
+    await prepared(engine)
+    await post(client, messages=[{"role": "user", "content": "Who asks?"}])
+    await asyncio.sleep(3 * REST_S)
+    assert len(engine.prepared) == 1
+    assert 'stemma_prepared_turns_total{outcome="skipped"} 1.0' in (await client.get("/metrics")).text

@@ -11,6 +11,7 @@ from typing import BinaryIO, cast
 import orjson
 
 from stemma.errors import ConfigError, StorageError, TraceError
+from stemma.lab.traces.aiperf import AiperfFormat
 from stemma.lab.traces.azure import AzureFormat
 from stemma.lab.traces.bailian import BailianFormat
 from stemma.lab.traces.mooncake import MooncakeFormat
@@ -19,7 +20,7 @@ from stemma.lab.traces.recorded import RecordedFormat
 from stemma.lab.traces.request import TraceFormat, TraceRequest
 from stemma.lab.traces.weka import WekaFormat
 
-FORMATS = ("mooncake", "bailian", "weka", "stemma", "openai", "azure")
+FORMATS = ("mooncake", "aiperf", "bailian", "weka", "stemma", "openai", "azure")
 _MAX_REPORTED = 20
 
 
@@ -74,6 +75,7 @@ def open_trace(
         return TraceReader(path, OpenAIChatFormat(tokenizer()), skip_bad, progress)
     plain: dict[str, Callable[[], TraceFormat]] = {
         "mooncake": MooncakeFormat,
+        "aiperf": AiperfFormat,
         "bailian": BailianFormat,
         "weka": WekaFormat,
         "stemma": RecordedFormat,
@@ -145,6 +147,7 @@ def _recognise(path: Path) -> str:
             for name, recognises in (
                 ("stemma", RecordedFormat.recognises),
                 ("bailian", BailianFormat.recognises),
+                ("aiperf", AiperfFormat.recognises),
                 ("mooncake", MooncakeFormat.recognises),
                 ("weka", WekaFormat.recognises),
                 ("openai", OpenAIChatFormat.recognises),

@@ -24,6 +24,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from stemma.prefix.eviction.hint_trust import HintTrust
 from stemma.prefix.eviction.policy import NO_CONCLUSION, BlockTraits, Conclusion
 from stemma.prefix.eviction.records import RecordTable, max_ghosts_beside
 from stemma.prefix.eviction.reuse_model import (
@@ -75,6 +76,9 @@ class HazardPolicy(StampedPolicy):
         """Last block of a prompt being entered -> its chain of records, and the level of its pause."""
         self._model = ReuseModel()
         self._paces = ToolPaces()
+        self._trust = HintTrust()
+        self._judged_s = -math.inf
+        """Until when `_trust` knows what was expected of blocks."""
         self._next_fit_s = -math.inf
         self._prompts_until_fit = 0
         self._first_s: float | None = None
@@ -294,7 +298,24 @@ class HazardPolicy(StampedPolicy):
 
     def _end_lifetimes(self, records: Int32, now: float) -> None:
         table = self._records
+        if table.has_hints:
+            self._judge_hints(records, now, are_reused=True)
         self._model.learn(table.classes[records], table.used_s[records], table.weights[records], now)
+
+    def _judge_hints(self, records: Int32, now: float, *, are_reused: bool) -> None:
+        """Count what was expected of those that have hints since they were counted last, and their reuses."""
+        table = self._records
+        hinted = records[table.hints[records] > 0]
+        if not len(hinted) or not self._model.is_fitted:
+            return
+        classes, used_s, weights = table.classes[hinted], table.used_s[hinted], table.weights[hinted]
+        expected = self._model.expected_reuses(classes, np.maximum(now - used_s, 0.0))
+        if math.isfinite(self._judged_s):
+            expected -= self._model.expected_reuses(classes, np.maximum(self._judged_s - used_s, 0.0))
+        levels = table.hint_levels(hinted)
+        self._trust.expect(levels, weights * np.maximum(expected, 0.0))
+        if are_reused:
+            self._trust.reused(levels, weights)
 
     def _start_lifetimes(self, records: Int32, now: float) -> None:
         self._records.counts[records] += 1
@@ -355,6 +376,10 @@ class HazardPolicy(StampedPolicy):
         self._next_fit_s = now + min(max(span * _FIT_SHARE, _MIN_FIT_S), _MAX_FIT_S)
         self._prompts_until_fit = _MIN_FIT_PROMPTS
         if self._model.num_reuses >= _MIN_REUSES and span >= _MIN_SPAN_S:
+            if self._records.has_hints:
+                self._judge_hints(self._records.hinted(), now, are_reused=False)
+                self._trust.judge(self._model.prior_weight, now)
+            self._judged_s = now
             self._model.censor(self._records.take_dropped(), now)
             self._model.fit(self._records.open_lifetimes(), now)
             self._ranked_s = -math.inf
@@ -382,7 +407,7 @@ class HazardPolicy(StampedPolicy):
         hint = self._records.hint(queue // NUM_CLASSES)
         if self._now - self._records.used_s.item(record) > hint.ttl_s:
             return -1.0
-        return self._rank(entry, queue % NUM_CLASSES) * hint.factor
+        return self._rank(entry, queue % NUM_CLASSES) * self._trust.factor(hint.level)
 
     def _rank_ends(self) -> None:
         """Recompute the ranks of the ends of all queues."""

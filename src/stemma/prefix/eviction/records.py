@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stemma.prefix.eviction.hint_trust import level_of
 from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.eviction.reuse_model import OpenLifetimes
 from stemma.prefix.eviction.stamped import resized
-from stemma.types import DEFAULT_PRIORITY, NO_HINT, Fingerprints, RetentionHint
+from stemma.types import NO_HINT, Fingerprints, RetentionHint
 
 NO_PRINT = np.uint64(0)
 """Fingerprint of a block without identity: its record ends when the block leaves."""
@@ -32,12 +33,12 @@ _MAX_HINTS = 1024
 class Hint:
     """Retention hints, rounded so that there are few different ones."""
 
-    factor: float
-    """Value relative to a block without hints: doubles with every 10 points of priority."""
+    level: int
+    """What it claims (`hint_trust.py`)."""
     ttl_s: float
 
 
-_NO_HINT = Hint(1.0, math.inf)
+_NO_HINT = Hint(level_of(NO_HINT), math.inf)
 
 
 def max_ghosts_beside(num_blocks: int, most: int) -> int:
@@ -76,8 +77,9 @@ class RecordTable:
         """Fingerprint -> record of an evicted block, oldest eviction first."""
         self._max_ghosts = max_ghosts
         self._dropped: list[tuple[int, float, float]] = []
-        self._hint_numbers: dict[tuple[float, float], int] = {(_NO_HINT.factor, _NO_HINT.ttl_s): 0}
+        self._hint_numbers: dict[Hint, int] = {_NO_HINT: 0}
         self._hint_table: list[Hint] = [_NO_HINT]
+        self._hint_levels: npt.NDArray[np.int64] = np.full(_MAX_HINTS, _NO_HINT.level, dtype=np.int64)
         self.has_hints = False
         """Whether any block ever had retention hints."""
         self._has_costs = False
@@ -136,6 +138,14 @@ class RecordTable:
         """Return the hints of that number."""
         return self._hint_table[number]
 
+    def hint_levels(self, records: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Return what the hints of blocks claim; the same shape."""
+        return self._hint_levels[self.hints[records]]
+
+    def hinted(self) -> npt.NDArray[np.int32]:
+        """Return the records of all blocks with hints, resident or remembered."""
+        return np.flatnonzero((self._states != _FREE) & (self.hints > 0)).astype(np.int32)
+
     def resident(self) -> npt.NDArray[np.int64]:
         """Return the records of all resident blocks."""
         return np.flatnonzero(self._states == _RESIDENT)
@@ -168,14 +178,15 @@ class RecordTable:
         """Return the number of a hint; rounded, since each different one costs a queue per class."""
         if hint == NO_HINT:
             return 0
-        factor = 2.0 ** round((hint.priority - DEFAULT_PRIORITY) / 10)
         ttl_s = math.inf if hint.ttl_s is None else 2.0 ** (math.ceil(4 * math.log2(hint.ttl_s + 0.1)) / 4)
-        number = self._hint_numbers.get((factor, ttl_s))
+        rounded = Hint(level_of(hint), ttl_s)
+        number = self._hint_numbers.get(rounded)
         if number is None:
             if len(self._hint_table) >= _MAX_HINTS:
                 return 0
-            number = self._hint_numbers[factor, ttl_s] = len(self._hint_table)
-            self._hint_table.append(Hint(factor, ttl_s))
+            number = self._hint_numbers[rounded] = len(self._hint_table)
+            self._hint_table.append(rounded)
+            self._hint_levels[number] = rounded.level
         return number
 
     def _grow(self) -> None:

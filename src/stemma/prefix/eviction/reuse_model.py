@@ -135,6 +135,8 @@ class ReuseModel:
         self._index: Float64 = (1.0 / (AGE_EDGES_S + 1.0))[None, :]
         """Values by row and age bin; the last row is that of all classes together."""
         self._row_of: Int32 = np.zeros(NUM_CLASSES, dtype=np.int32)
+        self._hazards: Float64 = np.zeros((1, _NUM_BINS))
+        """By row and age bin."""
 
     def learn(self, classes: npt.NDArray[np.int32], starts_s: Float64, weights: Float64, now: float) -> None:
         """Note that lifetimes of these classes end now by a reuse."""
@@ -160,6 +162,19 @@ class ReuseModel:
         bins = np.searchsorted(AGE_EDGES_S, ages_s, side="right") - 1
         return self._index[self._row_of[classes], bins]
 
+    @property
+    def prior_weight(self) -> float:
+        """Weight of what is assumed before anything was seen, in that of reuses."""
+        return _PRIOR_REUSES * max(self._typical_reuse, 1e-6)
+
+    def expected_reuses(self, classes: Int32, ages_s: Float64) -> Float64:
+        """Return the sum of the hazards of blocks up to an age; the same shape."""
+        bins = np.searchsorted(AGE_EDGES_S, ages_s, side="right") - 1
+        rows, inverse = np.unique(self._row_of[classes], return_inverse=True)
+        expected = self._hazards[rows] * _WIDTHS_S
+        before = (np.cumsum(expected, axis=1) - expected)[inverse, bins]
+        return np.asarray(before + self._hazards[rows][inverse, bins] * (ages_s - AGE_EDGES_S[bins]))
+
     def fit(self, lifetimes: OpenLifetimes, now: float) -> None:
         """Estimate all hazards again. Takes some milliseconds; grows with the number of lifetimes."""
         self._fade(now)
@@ -171,11 +186,12 @@ class ReuseModel:
             return
         reuses = reuses[present]
         at_risk_s = time_at_risk_s(reuses, waiting[present])
-        prior = _PRIOR_REUSES * max(self._typical_reuse, 1e-6)
+        prior = self.prior_weight
         common = common_hazard(reuses.sum(axis=0), at_risk_s.sum(axis=0), prior)
         levels = tuple(present // stride % span for span, stride in zip(_LEVELS, _STRIDES, strict=True))
         hazards = compose_hazards(common, levels, reuses, at_risk_s, prior)
-        self._index = gittins_index(np.vstack([hazards, common]))
+        self._hazards = np.vstack([hazards, common])
+        self._index = gittins_index(self._hazards)
         self._row_of = np.full(NUM_CLASSES, len(present), dtype=np.int32)
         self._row_of[present] = np.arange(len(present))
         self.is_fitted = True

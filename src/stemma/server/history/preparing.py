@@ -5,7 +5,8 @@ place of the one that isn't known. Their common beginning is what the next promp
 it isn't cached is computed. Where a template leaves out the thinking of earlier answers that is the whole of
 an answer.
 
-Nothing begins while a request is open, and what runs ends as soon as one comes.
+Nothing begins while a request is open or others keep coming (`idleness`), and what runs ends as soon as one
+comes.
 """
 
 from __future__ import annotations
@@ -29,13 +30,12 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import StemmaError
 from stemma.prefix.keys import Namespace
 from stemma.server.history.following import RenderedRequest
+from stemma.server.history.idleness import Idleness, Worth
 from stemma.server.history.next_turn import NextTurn
 from stemma.server.lifecycle import Lifecycle
 from stemma.types import FinishReason, TokenArray
 
 logger = logging.getLogger(__name__)
-_REST_S = 0.1
-"""Idle time before anything is prepared: a client that goes on at once finds the server free."""
 _MAX_WAITING = 16
 """Answers whose next turn waits for idle time; the newest are prepared first."""
 _MAX_REMEMBERED = 256
@@ -116,7 +116,10 @@ class TurnPreparer(Collector):
         self._max_tokens = settings.server.prepare_max_tokens
         self._lifecycle = lifecycle
         self._allowance = _Allowance(settings.server.prepare_tokens_per_minute, clock)
+        self._idleness, self._worth = Idleness(clock), Worth()
         self._num_open = 0
+        self._newest: OpenTurn | None = None
+        """The one that was closed last."""
         self._waiting: deque[OpenTurn] = deque(maxlen=_MAX_WAITING)
         self._remembered: deque[_Remembered] = deque(maxlen=_MAX_REMEMBERED)
         self._task: asyncio.Task[None] | None = None
@@ -128,6 +131,8 @@ class TurnPreparer(Collector):
     def open(self, request: GenerationRequest) -> OpenTurn:
         """Keep idle work away until `close`; what runs ends."""
         self._num_open += 1
+        newest = self._newest
+        self._idleness.came(goes_on=newest is not None and newest.goes_on_in(request.prompt_token_ids))
         if not self._is_computing:  # else the engine ends it, and tells how far it came
             self._stop()
         for one in [one for one in self._waiting if one.goes_on_in(request.prompt_token_ids)]:
@@ -141,6 +146,7 @@ class TurnPreparer(Collector):
         """Note that a request ended; if its answer is whole, the turn after it waits for idle time."""
         if turn.is_whole:
             self._waiting.append(turn)
+        self._newest = turn
         self._num_open -= 1
         self._begin()
 
@@ -167,7 +173,7 @@ class TurnPreparer(Collector):
         turns = CounterMetricFamily(
             "stemma_prepared_turns", "Answers whose next turn idle time looked at", labels=["outcome"]
         )
-        for outcome in ("whole", "cut", "cached", "refused"):
+        for outcome in ("whole", "cut", "cached", "skipped", "refused"):
             turns.add_metric([outcome], self._outcomes[outcome])
         yield turns
         for name, text, value in (
@@ -193,9 +199,12 @@ class TurnPreparer(Collector):
 
     async def _work(self) -> None:
         """Prepare the waiting turns, the newest first, until none is left or the task is cancelled."""
-        await asyncio.sleep(_REST_S)
+        await asyncio.sleep(self._idleness.rest_s)
         while self._waiting and not (self._num_open or self._lifecycle.draining):
             turn = self._waiting.pop()
+            if not self._worth.looks():
+                self._outcomes["skipped"] += 1
+                continue
             assert turn.next_turn is not None
             work = self._prepare(turn, turn.next_turn)
             await asyncio.get_running_loop().create_task(work, context=turn.next_turn.context)
@@ -221,6 +230,8 @@ class TurnPreparer(Collector):
         self._allowance.take(prepared.num_computed_tokens)
         outcome = "cut" if prepared.was_cut else "whole" if prepared.num_computed_tokens else "cached"
         self._outcomes[outcome] += 1
+        if not prepared.was_cut:
+            self._worth.told(prepared.num_computed_tokens)
 
     async def _prepared(self, turn: OpenTurn, next_turn: NextTurn) -> Prepared:
         room = min(self._max_tokens, self._allowance.left())
