@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.states import CachedStates, Places
+from stemma.memory.device.layout import WindowGroup
 from stemma.prefix.keys import KeySpace, Namespace
 
 BLOCK_SIZE = 32
@@ -229,10 +230,13 @@ def test_pieces_have_keys_of_their_own() -> None:
     assert len(set(keys)) == len(keys) == 6
 
 
-WINDOW = 70
+WINDOW = WindowGroup((0,), 70, 1, 16)
+CHUNK = WindowGroup((0,), 128, 1, 16, is_chunked=True)
 
 
-def make_windows(num_pages: int, num_states: int = 0, **options: object) -> CachedStates:
+def make_windows(
+    num_pages: int, num_states: int = 0, windows: WindowGroup = WINDOW, **options: object
+) -> CachedStates:
     fields: dict[str, object] = {"interval": 256} | options
     places = Places(
         num_states,
@@ -240,7 +244,7 @@ def make_windows(num_pages: int, num_states: int = 0, **options: object) -> Cach
         num_pages,
         lambda page: range(200 + 3 * page, 203 + 3 * page),
         lambda _source, _target: None,
-        WINDOW,
+        windows,
     )
     return CachedStates(places, BLOCK_SIZE, None, Clock(), **fields)  # type: ignore[arg-type]
 
@@ -263,6 +267,23 @@ def test_pages_behind_the_window_are_freed() -> None:
     again = lease_of(0, 310)
     assert states.begin(again, 256)
     assert pages_of(again) == [5, 6, 7]
+    run(states, again, 310)
+    states.check([again])
+
+
+def test_pages_of_a_chunk_are_freed_when_the_next_one_begins() -> None:
+    states = make_windows(20, windows=CHUNK, interval=64)
+    lease = lease_of(0, 300)
+    states.begin(lease, 0)
+    run(states, lease, 250)
+    assert pages_of(lease) == [4, 5, 6, 7], "tokens 128 to 249"
+    run(states, lease, 300)
+    assert pages_of(lease) == [8, 9], "tokens 256 to 299"
+    assert len(states.piece_keys(lease, 256)) == 3, "one page: token 256 sees nothing before it"
+    assert [deepest(states, lease, at) for at in (127, 128, 256, 299)] == [0, 128, 256, 256]
+    states.end(lease)
+    again = lease_of(0, 310)
+    assert states.begin(again, 256)
     run(states, again, 310)
     states.check([again])
 

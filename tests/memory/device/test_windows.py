@@ -47,6 +47,6 @@ def test_sight_by_its_definition(window: int | None, chunk: int | None, first_ke
         in_chunk = chunk is None or query // chunk == key // chunk
         return query == key or (in_window and in_chunk and key >= first_key)
 
-    expected = [min(key for key in range(query + 1) if sees(query, key)) for query in positions]
+    expected = [min(key for key in range(query + 1) if sees(query, key)) for query in positions.tolist()]
     assert sight.first(positions).tolist() == expected
     assert sight.is_whole == (not any(expected) and (window, chunk, first_key) == (None, None, 0))

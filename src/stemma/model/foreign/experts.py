@@ -82,13 +82,14 @@ def weighs_inputs(module: Any) -> bool:
 
     Its modules compute every expert for every token, with zeros for those that weren't chosen.
     """
-    experts, router = getattr(module, "experts", None), getattr(module, "router", None)
+    if type(module).__name__ != "Llama4TextMoe":
+        return False
+    experts, router = module.experts, module.router
     return (
-        type(module).__name__ == "Llama4TextMoe"
-        and type(getattr(experts, "act_fn", None)).__name__ in _SILU
+        type(experts.act_fn).__name__ in _SILU
         and can_pack(experts.gate_up_proj[0].T)
         and can_pack(experts.down_proj[0].T)
-        and 0 < getattr(router, "top_k", 0) <= experts.num_experts
+        and 0 < router.top_k <= experts.num_experts
     )
 
 
