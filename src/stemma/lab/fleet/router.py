@@ -138,8 +138,3 @@ def _counted(cpu: Cpu, name: str) -> Iterator[None]:
         yield
     finally:
         setattr(cpu, name, getattr(cpu, name) + time.thread_time() - begun)
-
-
-def hash_of(run: int) -> int:
-    """Return a number for rendezvous hashing, never 0."""
-    return int(names_of([(run, 0, 1)])[0]) | 1

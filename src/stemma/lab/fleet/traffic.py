@@ -74,6 +74,11 @@ def names_of(pieces: list[Piece]) -> Words:
     )
 
 
+def hash_of(run: int) -> int:
+    """Return a number for rendezvous hashing, never 0."""
+    return int(names_of([(run, 0, 1)])[0]) | 1
+
+
 @dataclass(frozen=True, slots=True)
 class TenantModel:
     """Tenants whose users hold conversations. Lengths are lognormal (sigma 1), in tokens; means are given.
