@@ -69,6 +69,8 @@ class Ask:
     block_size: int
     head: int = 0
     """A hash of the prompt's beginning; 0: of the first block."""
+    max_output: int | None = None
+    """Tokens that the answer may have; None: the request doesn't say."""
 
     @property
     def home(self) -> int:
@@ -256,7 +258,8 @@ class Placements:
         if self._has_events:
             held = max(self.holdings.num_ids * ask.block_size, placement.num_missing)
             kept = math.exp(-placement.num_missing / held)
-            earlier = max(0.0, held - self._num_placed) / len(self.loads)
+            # Twice: blocks of answers are held too, and weren't sent to be computed.
+            earlier = max(0.0, held - 2 * self._num_placed) / len(self.loads)
             self._num_placed += placement.num_missing
             for one_load in self.loads:
                 one_load.num_recent *= kept

@@ -27,6 +27,8 @@ GENERATING = (
 POOLED = ("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score")
 """Paths whose requests compute prompts alone."""
 
+_OUTPUT_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
+_ANSWERS = ("n", "best_of")
 _HEAD_LENGTH = 1024
 """Characters, or token ids, of a plain prompt."""
 _IMAGES = ("image_url", "image", "input_image")
@@ -131,6 +133,22 @@ def _up_to_image(messages: list[Any]) -> list[Any]:
 def is_streamed(path: str, body: Mapping[str, Any]) -> bool:
     """Return whether an answer comes as it is generated, so that its first byte ends the prefill."""
     return body.get("stream") is True or path.endswith("_stream")
+
+
+def max_output_of(body: Mapping[str, Any]) -> int | None:
+    """Return the tokens that a request's answers may have together; None: it doesn't say."""
+    parameters = body.get("parameters")
+    places = (body, parameters) if isinstance(parameters, dict) else (body,)
+    given = [place[name] for place in places for name in _OUTPUT_LIMITS if name in place]
+    limits = [one for one in given if _is_count(one)]
+    if not limits:
+        return None
+    counts = [place[name] for place in places for name in _ANSWERS if name in place]
+    return max(limits) * max([1, *(one for one in counts if _is_count(one))])
+
+
+def _is_count(given: object) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**31
 
 
 def one_token_body(path: str, body: dict[str, Any]) -> dict[str, Any]:
