@@ -212,7 +212,7 @@ def test_check_and_serve_refuse_blocks_that_fit_no_tier_before_the_load(
 
 
 def test_check_and_serve_refuse_a_tier_without_room_for_two_states(tmp_path: Path) -> None:
-    model = build(tmp_path / "hybrid", "qwen3_next")
+    model = build("qwen3_next", tmp_path / "hybrid")
     file = tmp_path / "stemma.toml"
     head = ["[server]", f"port = {free_port()}", "[model]", f'path = "{model}"', "[cache]"]
     file.write_text("\n".join([*head, "block_size = 16", 'kv_cache_memory = "40KB"']))
