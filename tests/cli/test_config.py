@@ -189,7 +189,7 @@ def toml(tmp_path: Path, *lines: str, memory: str = "1MB") -> Path:
         (["block_size = 1024"], "but one block of 1024 tokens takes"),
         (["block_size = 1024", "[tiers]", 'host_cache = "64KB"'], "host cache of 64000 bytes can't hold one"),
         (
-            ["block_size = 64", "[tiers]", 'disk_cache = "DISK"', 'disk_cache_size = "100KB"'],
+            ["block_size = 1024", "[tiers]", 'disk_cache = "DISK"', 'disk_cache_size = "100KB"'],
             "disk cache of 100000 bytes can't hold one",
         ),
         (["block_size = 15", "[parallel]", "context_parallel_size = 2"], "doesn't go with block_size 15"),

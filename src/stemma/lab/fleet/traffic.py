@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stemma.cluster.block_table import Words, mixed
+from stemma.cluster.block_columns import Words, mixed
 from stemma.lab.fleet.caches import Piece
 from stemma.lab.replicas import Cluster, time_scale
 from stemma.lab.savings import PrefillModel
