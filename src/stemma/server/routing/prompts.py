@@ -5,7 +5,7 @@ What a proxy reads here decides only where a request goes, never what the answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -139,16 +139,14 @@ def max_output_of(body: Mapping[str, Any]) -> int | None:
     """Return the tokens that a request's answers may have together; None: it doesn't say."""
     parameters = body.get("parameters")
     places = (body, parameters) if isinstance(parameters, dict) else (body,)
-    given = [place[name] for place in places for name in _OUTPUT_LIMITS if name in place]
-    limits = [one for one in given if _is_count(one)]
-    if not limits:
-        return None
-    counts = [place[name] for place in places for name in _ANSWERS if name in place]
-    return max(limits) * max([1, *(one for one in counts if _is_count(one))])
+    limits = [count for place in places for count in _counts(place, _OUTPUT_LIMITS)]
+    answers = [count for place in places for count in _counts(place, _ANSWERS)]
+    return max(limits) * max([1, *answers]) if limits else None
 
 
-def _is_count(given: object) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**31
+def _counts(place: Mapping[str, Any], names: Sequence[str]) -> list[int]:
+    given = [place[name] for name in names if name in place]
+    return [one for one in given if type(one) is int and 0 <= one < 2**31]
 
 
 def one_token_body(path: str, body: dict[str, Any]) -> dict[str, Any]:
