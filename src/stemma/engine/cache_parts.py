@@ -57,8 +57,8 @@ def lay_out(
         return laid_out(frees=False)
     if freed[0].windows is None:
         return freed
-    kept = laid_out(frees=False)
-    return freed if freed[1].num_blocks >= kept[1].num_blocks else kept
+    whole = laid_out(frees=False)
+    return freed if freed[1].num_blocks >= whole[1].num_blocks else whole
 
 
 def make_key_space(

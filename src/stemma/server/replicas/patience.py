@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.responses import Response
 
@@ -69,7 +70,8 @@ class Patience:
         if check is None:
             check = self._checks[name] = asyncio.create_task(self._stays_silent(name))
             check.add_done_callback(lambda _: self._checks.pop(name, None))
-        await asyncio.wait({asking, check}, return_when=asyncio.FIRST_COMPLETED)
+        waited_for: set[asyncio.Future[Any]] = {asking, check}
+        await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
         return not asking.done() and check.done() and check.result()
 
     async def _stays_silent(self, name: str) -> bool:
