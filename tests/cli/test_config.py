@@ -20,6 +20,7 @@ from stemma.cli.mindie_daemon import CONFIG_VARIABLE, command
 from stemma.errors import ConfigError, StemmaError
 from stemma.model.tiny import write_tiny_model
 from tests.adapters import write_adapter
+from tests.hybrids import build
 from tests.server.routing.ports import free_port
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -173,13 +174,52 @@ def test_check_and_serve_refuse_the_same_with_the_same_words(
     assert message in served.stderr
 
 
-def toml(tmp_path: Path, *lines: str) -> Path:
+def toml(tmp_path: Path, *lines: str, memory: str = "1MB") -> Path:
     """Return a settings file for a tiny model of hidden size 96."""
     model = write_tiny_model(tmp_path / "tiny", hidden_size=96, num_layers=1)
     file = tmp_path / "stemma.toml"
     head = ["[server]", f"port = {free_port()}", "[model]", f'path = "{model}"']
-    file.write_text("\n".join([*head, "[cache]", 'kv_cache_memory = "1MB"', *lines]))
+    file.write_text("\n".join([*head, "[cache]", f'kv_cache_memory = "{memory}"', *lines]))
     return file
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["block_size = 1024"], "but one block of 1024 tokens takes"),
+        (["block_size = 1024", "[tiers]", 'host_cache = "64KB"'], "host cache of 64000 bytes can't hold one"),
+        (
+            ["block_size = 1024", "[tiers]", 'disk_cache = "DISK"', 'disk_cache_size = "100KB"'],
+            "disk cache of 100000 bytes can't hold one",
+        ),
+        (["block_size = 15", "[parallel]", "context_parallel_size = 2"], "doesn't go with block_size 15"),
+        (['kv_layout = "nz"'], "kv_layout nz (enable_nz) is for models that cache latents"),
+    ],
+    ids=["device", "host", "disk", "ranks", "layout"],
+)
+def test_check_and_serve_refuse_blocks_that_fit_no_tier_before_the_load(
+    tmp_path: Path, lines: list[str], message: str
+) -> None:
+    lines = [line.replace("DISK", str(tmp_path / "disk")) for line in lines]
+    file = toml(tmp_path, *lines, memory="100KB" if len(lines) == 1 else "1MB")
+    checked = check(file)
+    assert isinstance(checked.exception, ConfigError)
+    assert message in str(checked.exception)
+    served = serve(file)
+    assert served.returncode == 2
+    assert f"error: {checked.exception}" in served.stderr
+    assert "loading weights" not in served.stdout + served.stderr
+
+
+def test_check_and_serve_refuse_a_tier_without_room_for_two_states(tmp_path: Path) -> None:
+    model = build("qwen3_next", tmp_path / "hybrid")
+    file = tmp_path / "stemma.toml"
+    head = ["[server]", f"port = {free_port()}", "[model]", f'path = "{model}"', "[cache]"]
+    file.write_text("\n".join([*head, "block_size = 16", 'kv_cache_memory = "40KB"']))
+    checked, served = check(file), serve(file)
+    assert "recurrent states" in str(checked.exception)
+    assert served.returncode == 2
+    assert f"error: {checked.exception}" in served.stderr
 
 
 def test_check_reads_adapters_and_compares_them_with_the_layers(tmp_path: Path) -> None:

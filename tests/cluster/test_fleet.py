@@ -308,3 +308,28 @@ def test_an_optional_request_goes_to_no_server_that_is_down() -> None:
     assert one.url == URLS[1]
     one.end(Outcome.UNSENT)
     assert tries.next() is None
+
+
+def test_a_whole_answer_is_late_after_what_it_can_take_at_the_most() -> None:
+    """Never before, however many other requests the server has; and not if its length isn't known."""
+    fleet = fleet_of(2)
+    ask = Ask([1, 2, 3], 50, 16, max_output=1000)
+    assert begun(fleet, ask, is_streamed=False).limit_s is None  # the server told nothing yet
+    for url in URLS[:2]:
+        fleet.note_check(url, Check.SERVES, 0.05)
+        fleet.note_check(url, Check.SERVES)  # it keeps what it told
+    one = begun(fleet, ask, is_streamed=False)
+    assert one.limit_s is not None
+    first_byte_s = one.member.speed.limit_s(one.num_tokens)
+    assert one.limit_s == pytest.approx(30.0 + first_byte_s + (4 + num_beside(fleet, one)) * 50.0)
+    again = fleet.begin(one.member, ask, is_retry=False, is_streamed=False)
+    assert again.limit_s is not None
+    assert again.limit_s > one.limit_s + 50.0 - 1e-6
+    assert begun(fleet, ASK, is_streamed=False).limit_s is None  # it may have any number of tokens
+    assert begun(fleet, Ask([], 5, 16, max_output=10**6), is_streamed=False).limit_s is None  # hours
+    pooled = fleet_of(1)
+    assert begun(pooled, Ask([], 5, 16, max_output=0), is_streamed=False).limit_s is not None
+
+
+def num_beside(fleet: Fleet, one: Try) -> int:
+    return fleet.load(one.member).num_requests - 1

@@ -44,6 +44,20 @@ def test_what_must_be_computed_goes_where_little_was_computed_lately() -> None:
     assert CacheAware().order(whole, [ReplicaLoad(), ReplicaLoad()], [20, 0])[0] == 0
 
 
+def test_a_router_that_saw_few_requests_of_full_caches_does_not_heed_their_differences() -> None:
+    """As after its start: what it placed so far evicts next to nothing."""
+    whole = Ask(list(range(100)), 1605, 16)
+    few = [ReplicaLoad(num_recent=9000.0, num_earlier=1e6), ReplicaLoad(num_recent=1000.0, num_earlier=1e6)]
+    assert CacheAware().order(whole, few, [20, 0])[0] == 0
+    placements = Placements(CacheAware(), 2)
+    placements.holdings.store(0, range(10_000, 20_000))
+    placements.end(placements.begin(Ask([7], 20, 16), 0))
+    assert [load.num_earlier for load in placements.loads] == [80_000, 80_000]
+    for number in range(100):
+        placements.end(placements.begin(Ask([number], 2000, 16), 0))
+    assert placements.loads[0].num_earlier == 0  # all of it has been replaced since
+
+
 def test_older_tokens_count_less_and_none_without_events() -> None:
     silent = Placements(CacheAware(), 2, has_events=False)
     silent.end(silent.begin(Ask([1], 20, 16), 0))
@@ -114,6 +128,6 @@ def test_requests_under_way_count_as_load_and_as_cached() -> None:
     placements.end(placement)
     assert placements.depths([1, 2, 3, 4])[first] == 3
     placements.end(second)
-    recent = placements.loads[first].num_recent
-    assert placements.loads[first] == ReplicaLoad(number=first, num_recent=recent)
+    load = placements.loads[first]
+    assert load == ReplicaLoad(number=first, num_recent=load.num_recent, num_earlier=load.num_earlier)
     assert placements.depths([1, 2, 3, 4]) == [0, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from stemma.lab.fleet.caches import RunCache
 from stemma.lab.fleet.simulation import FleetRun, FleetSettings, one_cache_hits, simulate
 from stemma.lab.fleet.traffic import TenantModel, Traffic, traffic_of
 from stemma.lab.fleet.virtual_time import run_in_virtual_time
+from stemma.lab.fleet.warm import warm
 from stemma.lab.replay import replay
 from stemma.lab.savings import PrefillModel
 from tests.lab.agentic import agentic_trace
@@ -63,6 +65,16 @@ def test_runs_of_a_trace_hit_as_its_blocks_do(capacity: int) -> None:
     ours = one_cache_hits(traffic_of(trace, 0.5, 1, PREFILL), capacity)
     plain = replay(trace, "lru", capacity).hit_tokens(trace) // trace.block_size
     assert ours.sum() == pytest.approx(plain.sum(), rel=2e-3)
+
+
+def test_warm_caches_are_full_however_few_servers_a_tenant_has() -> None:
+    given = TenantModel(num_tenants=100).traffic(10, 1.0, 64 * 1000, 0)
+    caches = [RunCache(1000) for _ in range(64)]
+    warm(given, caches)
+    filled = sum(cache.num_blocks for cache in caches) / (64 * 1000)
+    assert filled > 0.9  # 0.86 if a tenant never takes a further server
+    holders = Counter(run for cache in caches for run, _, _ in cache.pieces)
+    assert max(holders[run] for run in given.earlier.tolist()) == 1
 
 
 def test_made_up_traffic_is_the_same_for_the_same_seed() -> None:

@@ -22,6 +22,15 @@ async def test_health_follows_draining(engine: ScriptedEngine, settings: Setting
         assert refused.status_code == 503
 
 
+async def test_health_tells_routers_how_slow_tokens_come(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    body = {"prompt": "w1 w2", "max_tokens": 4, "ignore_eos": True}
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.json()["usage"]["completion_tokens"] > 1
+    told = (await client.get("/health")).json()
+    assert 0.0 < told["decode_s_per_token"] < 10.0
+
+
 async def test_health_tells_why_the_engine_failed(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
     engine.failure = "thread stemma-steps failed: ValueError: x"
     answer = await client.get("/health")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stemma.server.routing.prompts import has_images, head_of, num_characters, pooled_head_of
+from stemma.server.routing.prompts import has_images, head_of, max_output_of, num_characters, pooled_head_of
 
 
 def test_all_turns_of_a_conversation_begin_alike() -> None:
@@ -19,6 +19,17 @@ def test_all_turns_of_a_conversation_begin_alike() -> None:
     odd: dict[str, Any] | None
     for odd in (None, {}, {"messages": []}, {"messages": [1]}, {"prompt": 3}, {"prompt": [["a"], ["b"]]}):
         assert isinstance(head_of(odd), bytes)
+
+
+def test_the_tokens_that_answers_may_have() -> None:
+    assert max_output_of({"max_tokens": 100}) == 100
+    assert max_output_of({"max_tokens": 100, "max_completion_tokens": 300, "n": 3}) == 900
+    assert max_output_of({"inputs": "x", "parameters": {"max_new_tokens": 7, "best_of": 2}}) == 14
+    assert max_output_of({"max_output_tokens": 5, "parameters": "odd"}) == 5
+    assert max_output_of({"max_tokens": 0}) == 0
+    for odd in ({}, {"max_tokens": None}, {"max_tokens": True}, {"max_tokens": -1}, {"max_tokens": "9"}):
+        assert max_output_of(odd) is None
+    assert max_output_of({"max_tokens": 9, "n": 10**40}) == 9
 
 
 def test_the_head_of_what_is_only_computed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -115,6 +116,7 @@ def serve_proxy(app: FastAPI, settings: ServerSettings) -> None:
             http=make_protocol(settings),
             ws="none",
             server_header=False,
+            timeout_keep_alive=math.ceil(settings.keep_alive_s),
         )
         [sockets] = open_sockets(settings)
         proxy = AdmittingServer(config, sockets, settings.header_timeout_s)

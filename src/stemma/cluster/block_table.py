@@ -10,103 +10,35 @@ One thread writes; others may read meanwhile. They see a block that is being rep
 
 from __future__ import annotations
 
-import mmap
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from stemma.cluster.block_columns import (
+    NONE,
+    SET,
+    Columns,
+    Flags,
+    Slots,
+    Words,
+    moved,
+    of_sets,
+    spread,
+)
 from stemma.errors import IntegrityError
 
-Words = npt.NDArray[np.uint64]
-Slots = npt.NDArray[np.int64]
-"""Places in the table; -1: none."""
-Flags = npt.NDArray[np.bool_]
-
-_SET = 16
-_BOTH = 2 * _SET
 _MOST_FULL = 0.85
 """Above it sets overflow, and blocks are evicted though there is room elsewhere."""
 _GROWTH = 1.25
 _FIRST_SETS = 256
-_NONE = np.uint32(0xFFFFFFFF)
-"""No reference."""
 _CHUNK = 1 << 12
 """Blocks of one call that are worked on together."""
 _AGE_STEPS = 64
 """Steps of age while as many blocks are put as there are slots."""
 _OLDEST = 255
-
-
-def words_of(ids: Iterable[int] | Words) -> Words:
-    """Return numbers of 64 bits as an array."""
-    return ids if isinstance(ids, np.ndarray) else np.array(list(ids), dtype=np.uint64)
-
-
-def mixed(words: Words) -> Words:
-    """Return words whose bits all depend on all bits of `words` (SplitMix64's last steps)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
-class _Columns:
-    """The arrays, all of one size. They are replaced together when the table grows."""
-
-    def __init__(self, num_sets: int) -> None:
-        self.num_sets = num_sets
-        num_slots = num_sets * _SET
-        self.keys = _zeros(num_slots, np.uint64)
-        """0: the slot is empty."""
-        self.prints = _zeros(num_slots, np.uint32)
-        self.owners = _zeros(num_slots, np.uint16)
-        self.tiers = _zeros(num_slots, np.uint8)
-        """A bit for each tier; 0: the slot is empty."""
-        self.ages = _zeros(num_slots, np.uint8)
-        """The time of the last use, modulo 256."""
-        self.references = _zeros(num_slots, np.uint32)
-        self.references[:] = _NONE
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the arrays."""
-        return sum(one.nbytes for one in vars(self).values() if isinstance(one, np.ndarray))
-
-    def sets(self, words: Words) -> Slots:
-        """Return the two sets that each word decides, [..., 2]."""
-        word = mixed(words)
-        halves = np.stack((word >> np.uint64(32), word & np.uint64(0xFFFFFFFF)), axis=-1)
-        return ((halves * np.uint64(self.num_sets)) >> np.uint64(32)).astype(np.int64)
-
-    def find(self, keys: Words) -> Slots:
-        """Return the slots of blocks by their keys."""
-        sets = self.sets(keys)
-        return _first(sets, _of_sets(self.keys, sets) == keys[:, None])
-
-    def find_prints(self, prints: npt.NDArray[np.uint32], owner: int) -> Slots:
-        """Return the slots of an owner's blocks by their prints."""
-        sets = self.sets(_spread(prints, np.uint64(owner)))
-        referred = _of_sets(self.references, sets)
-        slots = np.where(referred == _NONE, 0, referred)
-        found = (referred != _NONE) & (self.prints[slots] == prints[:, None])
-        found &= (self.owners[slots] == owner) & (self.tiers[slots] != 0)
-        places = _first(sets, found)
-        return np.where(places >= 0, self.references[places].astype(np.int64), -1)
-
-    def unrefer(self, slots: Slots) -> None:
-        """Remove the references to blocks."""
-        sets = self.sets(_spread(self.prints[slots], self.owners[slots].astype(np.uint64)))
-        places = _first(sets, _of_sets(self.references, sets) == slots.astype(np.uint32)[:, None])
-        self.references[places[places >= 0]] = _NONE
-
-
-def _zeros(num_slots: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """Return a column of zeros whose memory goes back to the system with it, whatever its size."""
-    num_bytes = num_slots * np.dtype(dtype).itemsize
-    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype)
 
 
 class BlockTable:
@@ -116,8 +48,8 @@ class BlockTable:
         self.counts: Counter[int] = Counter()
         """Blocks by owner, those without any left out."""
         self.num_evicted = 0
-        self._max_sets = max(_FIRST_SETS, int(max_blocks / _MOST_FULL / _SET) + 1)
-        self._columns = _Columns(_FIRST_SETS)
+        self._max_sets = max(_FIRST_SETS, int(max_blocks / _MOST_FULL / SET) + 1)
+        self._columns = Columns(_FIRST_SETS)
         self._age = np.uint8(0)
         self._num_put = 0
 
@@ -133,21 +65,21 @@ class BlockTable:
 
     def is_full(self, num_more: int) -> bool:
         """Return whether `num_more` blocks would make the table too full."""
-        return self.num_blocks + num_more > _MOST_FULL * self._columns.num_sets * _SET
+        return self.num_blocks + num_more > _MOST_FULL * self._columns.num_sets * SET
 
     def grow(self, num_more: int) -> None:
         """Make room for `num_more` blocks, as far as the table may grow."""
         columns = self._columns
-        needed = int((self.num_blocks + num_more) / _MOST_FULL / _SET) + 1
+        needed = int((self.num_blocks + num_more) / _MOST_FULL / SET) + 1
         num_sets = min(self._max_sets, max(needed, int(_GROWTH * columns.num_sets)))
         if needed > columns.num_sets and num_sets > columns.num_sets:
-            self._rebuild(num_sets, np.flatnonzero(columns.tiers))
+            self._rebuild(num_sets, columns.tiers != 0)
 
     def sweep(self, live: Collection[int]) -> None:
         """Drop the blocks of all owners but these."""
         columns = self._columns
         is_live = np.isin(columns.owners, np.array(sorted(live), dtype=np.uint16))
-        self._rebuild(columns.num_sets, np.flatnonzero(is_live & (columns.tiers != 0)))
+        self._rebuild(columns.num_sets, is_live & (columns.tiers != 0))
 
     def put(self, keys: Words, prints: Words, owner: int, tier: int) -> None:
         """Enter blocks of an owner, or note that they are in a further tier. Keys may occur twice."""
@@ -221,7 +153,7 @@ class BlockTable:
         left = np.arange(len(keys))
         while len(left):
             sets = columns.sets(keys[left])
-            at, winners = _chosen(sets, _of_sets(columns.keys, sets) == 0, partial(self._set_ages, sets))
+            at, winners = _chosen(sets, of_sets(columns.keys, sets) == 0, partial(self._set_ages, sets))
             won = left[winners]
             self._evict(at[columns.keys[at] != 0])
             columns.prints[at], columns.owners[at] = prints[won], owners[won]
@@ -235,16 +167,16 @@ class BlockTable:
         """Let the second table refer to blocks that were just entered."""
         columns = self._columns
         while len(left):
-            sets = columns.sets(_spread(columns.prints[left], columns.owners[left].astype(np.uint64)))
-            referred = _of_sets(columns.references, sets)
-            at, winners = _chosen(sets, referred == _NONE, partial(self._block_ages, referred))
+            sets = columns.sets(spread(columns.prints[left], columns.owners[left].astype(np.uint64)))
+            referred = of_sets(columns.references, sets)
+            at, winners = _chosen(sets, referred == NONE, partial(self._block_ages, referred))
             crowded_out = columns.references[at]
             columns.references[at] = left[winners].astype(np.uint32)
-            self._evict(crowded_out[crowded_out != _NONE].astype(np.int64))  # nobody could find them
+            self._evict(crowded_out[crowded_out != NONE].astype(np.int64))  # nobody could find them
             left = left[~winners]
 
     def _set_ages(self, sets: Slots, rows: Slots) -> npt.NDArray[np.uint8]:
-        return self._age - _of_sets(self._columns.ages, sets[rows])
+        return self._age - of_sets(self._columns.ages, sets[rows])
 
     def _block_ages(self, slots: npt.NDArray[np.uint32], rows: Slots) -> npt.NDArray[np.uint8]:
         ages: npt.NDArray[np.uint8] = self._age - self._columns.ages[slots[rows]]
@@ -275,7 +207,7 @@ class BlockTable:
     def _grow_older(self, num_put: int) -> None:
         """Let time pass by what is put, so that ages tell times within four turnovers of the table."""
         self._num_put += num_put
-        step = max(1, self._columns.num_sets * _SET // _AGE_STEPS)
+        step = max(1, self._columns.num_sets * SET // _AGE_STEPS)
         while self._num_put >= step:
             self._num_put -= step
             ages = self._columns.ages
@@ -284,31 +216,25 @@ class BlockTable:
                 self._age = self._age + np.uint8(1)
                 ages[is_oldest] = self._age + np.uint8(1)  # it stays as old as can be told
 
-    def _rebuild(self, num_sets: int, kept: Slots) -> None:
-        """Enter these blocks in new arrays, those used longest ago first."""
-        old, age = self._columns, self._age
-        past = (age - old.ages[kept]).astype(np.int16)
-        kept = kept[np.argsort(-past, kind="stable")]
-        made = BlockTable(0)
-        made._columns = _Columns(num_sets)
-        for start in range(0, len(kept), _CHUNK):
-            part = kept[start : start + _CHUNK]
+    def _rebuild(self, num_sets: int, kept: Flags) -> None:
+        """Move these blocks, [slots], to new arrays; they stay as old as they are."""
+        old, made = self._columns, BlockTable(0)
+        made._columns, crowded, unreferred = moved(old, num_sets, kept)
+        made._age, made.counts = self._age, self.counts.copy()
+        dropped = np.bincount(old.owners[(old.tiers != 0) & ~kept])
+        entered = np.bincount(old.owners[crowded])
+        for owner in {*np.flatnonzero(dropped).tolist(), *np.flatnonzero(entered).tolist()}:
+            made.counts[owner] -= sum(int(one[owner]) for one in (dropped, entered) if owner < len(one))
+        made.counts = +made.counts
+        for start in range(0, len(crowded), _CHUNK):
+            part = crowded[start : start + _CHUNK]
             made._num_put = -len(part)  # no time passes
-            made._age = old.ages[part[0]]
             made._enter(old.keys[part], old.prints[part], old.owners[part], old.tiers[part])
+            slots = made._columns.find(old.keys[part])
+            made._columns.ages[slots[slots >= 0]] = old.ages[part[slots >= 0]]
+        made._refer(unreferred[made._columns.tiers[unreferred] != 0])
         self._columns, self.counts = made._columns, made.counts
         self.num_evicted += made.num_evicted
-
-
-def _of_sets(column: npt.NDArray[Any], sets: Slots) -> npt.NDArray[Any]:
-    """Return what a column has in two sets, [n, 2], each: [n, 32]."""
-    return column.reshape(-1, _SET)[sets].reshape(len(sets), _BOTH)
-
-
-def _first(sets: Slots, found: Flags) -> Slots:
-    """Return the first place of two sets each where `found`, [n, 32], or -1."""
-    rows, at = np.arange(len(sets)), found.argmax(axis=1)
-    return np.where(found[rows, at], sets[rows, at // _SET] * _SET + at % _SET, -1)
 
 
 def _chosen(
@@ -320,13 +246,13 @@ def _chosen(
     these are, [n].
     """
     rows = np.arange(len(sets))
-    by_set = is_free.reshape(len(sets), 2, _SET)
+    by_set = is_free.reshape(len(sets), 2, SET)
     emptier = by_set.sum(axis=2).argmax(axis=1)
-    at = emptier * _SET + by_set[rows, emptier].argmax(axis=1)
+    at = emptier * SET + by_set[rows, emptier].argmax(axis=1)
     full = np.flatnonzero(~is_free[rows, at])
     if len(full):
         at[full] = ages_of(full).argmax(axis=1)
-    places = sets[rows, at // _SET] * _SET + at % _SET
+    places = sets[rows, at // SET] * SET + at % SET
     winners = np.zeros(len(sets), dtype=np.bool_)
     winners[np.unique(places, return_index=True)[1]] = True
     return places[winners], winners
@@ -340,8 +266,3 @@ def _not_zero(keys: Words) -> Words:
 def _low(words: Words) -> npt.NDArray[np.uint32]:
     """Return the lower half of each word."""
     return (words & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-
-
-def _spread(prints: npt.NDArray[np.uint32], owners: Words | np.uint64) -> Words:
-    """Return what decides on the window of a reference."""
-    return prints.astype(np.uint64) | (owners << np.uint64(32))

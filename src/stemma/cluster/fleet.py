@@ -23,6 +23,7 @@ from typing import ClassVar
 
 import xxhash
 
+from stemma.cluster.answer_limit import answer_limit_s
 from stemma.cluster.health import Check, HealthPolicy, ServerHealth, Standing
 from stemma.cluster.holdings import Holdings
 from stemma.cluster.prefill_speed import PrefillSpeed
@@ -81,6 +82,8 @@ class FleetMember:
     health: ServerHealth
     budget: RetryBudget
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
+    decode_s_per_token: float | None = None
+    """The slowest gap between tokens of an answer, as it tells with checks; None: it doesn't."""
     under_way: dict[Try, None] = field(default_factory=dict)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     num_retries: int = 0
@@ -167,9 +170,14 @@ class Fleet:
         if url in self._members:
             self._members[url].health.is_draining = True
 
-    def note_check(self, url: str, found: Check) -> None:
-        """Note a check. The requests of a server that fell silent are told so (`Try.on_lost`)."""
+    def note_check(self, url: str, found: Check, decode_s_per_token: float | None = None) -> None:
+        """Note a check. The requests of a server that fell silent are told so (`Try.on_lost`).
+
+        `decode_s_per_token`: as the server tells; one that tells nothing keeps what it told before.
+        """
         member = self._members.get(url)
+        if member is not None:
+            member.decode_s_per_token = decode_s_per_token or member.decode_s_per_token
         if member is not None and member.health.check(found):
             for one in tuple(member.under_way):
                 one.on_lost()
@@ -214,6 +222,13 @@ class Fleet:
         if is_optional:
             one.is_optional = True
             one.limit_s = member.speed.optional_limit_s(num_tokens)
+        elif not is_streamed:
+            one.limit_s = answer_limit_s(
+                member.speed.limit_s(num_tokens),
+                ask.max_output,
+                member.decode_s_per_token,
+                self.load(member).num_requests - 1,
+            )
         member.under_way[one] = None
         return one
 
@@ -305,8 +320,8 @@ class Try:
         self.on_lost: Callable[[], None] = lambda: None
         """Called if checks find that the server fell silent: end the try, as LOST before its first byte."""
         self.limit_s = member.speed.limit_s(num_tokens) if is_streamed else None
-        """How long to wait for the first byte; None: as long as checks find the server alive, since nobody
-        knows how long an answer is."""
+        """How long to wait for the first byte, or for a whole answer; None: as long as checks find the server
+        alive, since nobody knows how long it takes."""
         self.is_optional = False
         self.num_predicted = 0
         """Prompt tokens that the server is expected to have cached."""

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from stemma.cluster.block_table import BlockTable, Words, mixed, words_of
+from stemma.cluster.block_columns import Words, mixed, words_of
+from stemma.cluster.block_table import BlockTable
 from stemma.kv_events.names import CHECKPOINT
 
 DEVICE = "GPU"

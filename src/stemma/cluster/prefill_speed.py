@@ -1,15 +1,15 @@
 """How long a server takes to its first byte, measured; and from that, how long to wait for one.
 
 Seconds are divided by the prompt tokens that the server had to compute until then, those that waited before
-included, and a few that stand for what a request costs anyway. Mean and deviation follow as TCP's do for
-round trips (RFC 6298).
+included, and a few that stand for what a request costs anyway.
 """
 
 from __future__ import annotations
 
+from stemma.smoothed import Smoothed
+
 _BASE_TOKENS = 64
 """Cost of a request whose prompt is cached, in prompt tokens."""
-_MEAN_GAIN, _DEVIATION_GAIN, _DEVIATIONS = 1 / 8, 1 / 4, 4
 _SLACK = 4.0
 """Requests that other routers sent wait there too, and answers under way take their part."""
 _LEAST_S = 5.0
@@ -23,24 +23,25 @@ class PrefillSpeed:
     """Measured seconds for each prompt token of one server."""
 
     def __init__(self) -> None:
-        self.num_samples = 0
-        self.mean_s = _UNKNOWN_S_PER_TOKEN
+        self._each = Smoothed(_UNKNOWN_S_PER_TOKEN)
+
+    @property
+    def num_samples(self) -> int:
+        """How often it was measured."""
+        return self._each.num_samples
+
+    @property
+    def mean_s(self) -> float:
         """Seconds for each token."""
-        self._deviation_s = _UNKNOWN_S_PER_TOKEN / 4
+        return self._each.mean_s
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Note that `num_tokens` were computed, and the first byte came, after `seconds`."""
-        sample = seconds / (num_tokens + _BASE_TOKENS)
-        if self.num_samples == 0:
-            self.mean_s, self._deviation_s = sample, sample / 2
-        else:
-            self._deviation_s += _DEVIATION_GAIN * (abs(sample - self.mean_s) - self._deviation_s)
-            self.mean_s += _MEAN_GAIN * (sample - self.mean_s)
-        self.num_samples += 1
+        self._each.observe(seconds / (num_tokens + _BASE_TOKENS))
 
     def note_late(self) -> None:
         """Note that nobody waited longer: it may have become slower, or hang."""
-        self.mean_s *= _LATE_GROWTH
+        self._each.mean_s *= _LATE_GROWTH
 
     def limit_s(self, num_tokens: int) -> float:
         """Return how long to wait for the first byte after `num_tokens` prompt tokens."""
@@ -56,4 +57,4 @@ class PrefillSpeed:
         return max(_LEAST_OPTIONAL_S, _OPTIONAL_SLACK * self._slowest_s(num_tokens))
 
     def _slowest_s(self, num_tokens: int) -> float:
-        return (self.mean_s + _DEVIATIONS * self._deviation_s) * (num_tokens + _BASE_TOKENS)
+        return self._each.slowest_s * (num_tokens + _BASE_TOKENS)

@@ -82,6 +82,8 @@ class RoutedCall:
     """The name of the one replica that is meant; see `CallRouter.names`."""
     replica: Hashable | None = None
     """Where it was sent."""
+    num_tokens: int = 0
+    """Prompt tokens that the replica has to compute until the first byte, as far as this router knows."""
     _router: CallRouter | None = None
     _placement: Placement | None = None
     _is_over: bool = False
@@ -93,6 +95,16 @@ class RoutedCall:
     def router(self) -> CallRouter | None:
         """Where it was placed; None: nowhere yet, or by a router of Ray's own."""
         return self._router
+
+    @property
+    def name(self) -> str:
+        """The name of the replica that it was sent to; empty: none yet, or of a router of Ray's own."""
+        return "" if self._router is None else str(getattr(self.replica, "unique_id", ""))
+
+    @property
+    def can_move(self) -> bool:
+        """Whether there is another replica."""
+        return self._router is not None and len(self._router.names()) > 1
 
     def note_first_token(self) -> None:
         """The answer begins. From any thread."""
@@ -110,7 +122,9 @@ class RoutedCall:
         self._unplace()
         self._router, self.replica = router, replica
         if not self._is_over and self.ask is not None:
-            self._placement = router.begin(self.ask, replica)
+            self._placement = placement = router.begin(self.ask, replica)
+            load = None if placement is None else router.placements.loads[placement.replica]
+            self.num_tokens = self.ask.num_tokens if load is None else load.num_tokens
 
     def _first_token(self) -> None:
         if self._router is not None and self._placement is not None:

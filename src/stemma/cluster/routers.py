@@ -30,9 +30,9 @@ _MISS_WEIGHT = 8
 With 1, four replicas lose 6.6 points of hits to one of the same memory, on Mooncake's conversations; with 8,
 1.3 points. Above 8 the longest waits grow (docs/cluster.md)."""
 _PRESSURE_WEIGHT = 5.0
-"""Added cost of a token computed on a replica, for each time that the replica computed the mean of all
-lately: it evicts one there sooner. Without it, six beginnings of prompts stay on four replicas as two, two,
-one and one, and half of the memory holds a third of the conversations (docs/log.md)."""
+"""Added cost of a token computed on a replica, for each time that it lately computed, beyond the mean of all,
+what a cache holds: it evicts one there sooner. Without it, six beginnings of prompts stay on four replicas as
+two, two, one and one, and half of the memory holds a third of the conversations (docs/log.md)."""
 _RUNNING_TOKENS = 16
 """Cost of a running answer for its replica, in prompt tokens: its decodes share the steps."""
 _AFFINITY_IMBALANCE = 8
@@ -52,6 +52,8 @@ class ReplicaLoad:
     num_recent: float = 0.0
     """Prompt tokens that it was sent to compute while all caches filled once; older ones count less. 0
     where no replica tells what it holds."""
+    num_earlier: float = 0.0
+    """Tokens that caches hold, on the mean of all, and that were computed before this router placed any."""
     number: int | None = None
     """Which replica it is, where a router is shown some of them; None: its place in the list."""
 
@@ -67,6 +69,8 @@ class Ask:
     block_size: int
     head: int = 0
     """A hash of the prompt's beginning; 0: of the first block."""
+    max_output: int | None = None
+    """Tokens that the answer may have; None: the request doesn't say."""
 
     @property
     def home(self) -> int:
@@ -123,11 +127,13 @@ class CacheAware:
         """Return the replicas by cost: tokens to compute, pressure and running answers."""
         ranks = _ranks(ask, loads)
         mean = sum(load.num_recent for load in loads) / len(loads)
+        # Where caches were full before, differences of the first requests say nothing of what is evicted.
+        filling = mean + sum(load.num_earlier for load in loads) / len(loads)
 
         def cost(replica: int) -> tuple[float, int]:
             load = loads[replica]
             missing = max(1, ask.num_tokens - depths[replica] * ask.block_size)
-            pressure = load.num_recent / mean - 1 if mean else 0.0
+            pressure = (load.num_recent - mean) / filling if filling else 0.0
             total = (_MISS_WEIGHT + _PRESSURE_WEIGHT * pressure) * missing
             return total + load.num_tokens + _RUNNING_TOKENS * load.num_running, ranks[replica]
 
@@ -214,6 +220,8 @@ class Placements:
         self._router = router
         self._expected: list[dict[int, int]] = [{} for _ in range(num_replicas)]
         """By replica: block -> requests under way that will leave it there."""
+        self._num_placed = 0
+        """Tokens that replicas were sent to compute since the start."""
 
     def add_replica(self, number: int | None = None) -> int:
         """Return the place of a further replica; `number` tells it apart in rendezvous hashing."""
@@ -250,8 +258,12 @@ class Placements:
         if self._has_events:
             held = max(self.holdings.num_ids * ask.block_size, placement.num_missing)
             kept = math.exp(-placement.num_missing / held)
+            # Twice: blocks of answers are held too, and weren't sent to be computed.
+            earlier = max(0.0, held - 2 * self._num_placed) / len(self.loads)
+            self._num_placed += placement.num_missing
             for one_load in self.loads:
                 one_load.num_recent *= kept
+                one_load.num_earlier = earlier
             load.num_recent += placement.num_missing
         expected = self._expected[replica]
         for one in ask.chain:

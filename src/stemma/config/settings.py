@@ -387,8 +387,9 @@ class ServerSettings(SettingsModel):
     """Time limit from the connection or the last answer's end until a request's headers are complete."""
     body_timeout_s: float = Field(default=120.0, gt=0.0)
     """Time limit from a request's headers until its body is complete."""
-    keep_alive_s: float = Field(default=5.0, gt=0.0)
-    """How long an idle connection stays open."""
+    keep_alive_s: float = Field(default=10.0, gt=0.0)
+    """How long an idle connection stays open. Clients must give it up first, since what is sent while it is
+    being closed is lost: those on httpx, OpenAI's too, do after 5 s."""
     tokenize_timeout_s: float = Field(default=30.0, gt=0.0)
     """Time limit for rendering and tokenizing one prompt."""
     request_timeout_s: float | None = Field(default=None, gt=0.0)

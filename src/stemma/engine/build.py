@@ -186,7 +186,7 @@ def assemble_engine(
     else:
         num_bytes = device_bytes(asked, model.device)
     layout, sizes = lay_out(
-        model, num_bytes, asked, settings.scheduler.max_batch_tokens, frees_windows=ranks is None
+        model.kept, num_bytes, asked, settings.scheduler.max_batch_tokens, frees_windows=ranks is None
     )
     key_space = make_key_space(settings, model, layout, ranks)
     kv = make_kv(layout, sizes, model.device, key_space, ranks)

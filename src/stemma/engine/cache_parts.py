@@ -23,6 +23,7 @@ from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.causal_lm import CausalLM
+from stemma.model.kept_kv import KeptKV
 from stemma.prefix.eviction.cost import block_costs
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.hashed import HashIndex
@@ -34,7 +35,7 @@ from stemma.supervision import Supervisor
 
 
 def lay_out(
-    model: CausalLM, num_bytes: int, settings: CacheSettings, step: int, *, frees_windows: bool
+    kept: KeptKV, num_bytes: int, settings: CacheSettings, step: int, *, frees_windows: bool
 ) -> tuple[KVLayout, DeviceSizes]:
     """Return the layout of a device tier of `num_bytes` and what it has room for; `step`: its most tokens.
 
@@ -43,7 +44,7 @@ def lay_out(
     """
 
     def laid_out(*, frees: bool) -> tuple[KVLayout, DeviceSizes]:
-        layout = model.layout(
+        layout = kept.layout(
             settings.block_size, settings.kv_cache_dtype, settings.kv_layout, frees_windows=frees
         )
         return layout, device_sizes(layout, num_bytes, settings, step)
@@ -56,8 +57,8 @@ def lay_out(
         return laid_out(frees=False)
     if freed[0].windows is None:
         return freed
-    kept = laid_out(frees=False)
-    return freed if freed[1].num_blocks >= kept[1].num_blocks else kept
+    whole = laid_out(frees=False)
+    return freed if freed[1].num_blocks >= whole[1].num_blocks else whole
 
 
 def make_key_space(

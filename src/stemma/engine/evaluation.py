@@ -58,6 +58,10 @@ class Evaluator:
         kv = parts.engine.runner.kv
         if kv.num_states:
             raise ConfigError("recurrent layers can't be scored here; ask a server for prompt_logprobs")
+        if kv.layout.compressed is not None:
+            raise ConfigError(
+                "models that compress KV can't be scored here; ask a server for prompt_logprobs"
+            )
         if kv.num_pages:
             raise ConfigError("texts are scored with all KV kept: build the engine with free_windows off")
         self._parts = parts

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 from stemma.config.settings import EngineSettings
 from stemma.config.sizes import format_size
+from stemma.engine.cache_parts import lay_out
 from stemma.engine.combinations import check_combinations
 from stemma.engine.ranks.settings import shares_of
 from stemma.errors import ConfigError, StorageError
+from stemma.memory.tiers.disk.disk_store import num_disk_blocks
 from stemma.memory.tiers.disk.folder import examine_folder
+from stemma.memory.tiers.host_store import num_host_blocks
 from stemma.memory.tiers.pool.opening import check_pool
 from stemma.model.checkpoint_config import describe_checkpoint
 from stemma.model.directory import StoredTensor, stored_tensors
-from stemma.model.loading import resolve_device
+from stemma.model.loading import resolve_device, stated_kv
 from stemma.model.located import located_model, present_path
 from stemma.model.lora.adapter import LinearShape
 from stemma.model.lora.reading import check_adapter
@@ -21,6 +24,7 @@ from stemma.model.parallel.cutting import check_cut
 from stemma.model.prediction import check_prediction
 from stemma.model.progress import Progress
 from stemma.native.process_memory import available_bytes
+from stemma.prefix.keys import KeySpace
 
 _PLAIN = ("F32", "F16", "BF16")
 """Types of weights that are stored with the shape of their layer."""
@@ -58,8 +62,33 @@ def check_checkpoint(settings: EngineSettings) -> None:
     if settings.speculation.mode == "mtp":
         check_prediction(settings.model, described.config, {tensor.name for tensor in stored})
     shapes = _shapes_of(stored)
+    _check_blocks(settings)
     for path in settings.lora.adapters.values():
         check_adapter(path, shapes, max_rank=settings.lora.max_lora_rank)
+
+
+def _check_blocks(settings: EngineSettings) -> None:
+    """Raise ConfigError if a tier has no room for a block of this model, or the device tier for its states.
+
+    On several ranks, with `memory_limit`, and for models that only their modules know, it is found once they
+    are loaded.
+    """
+    cache, parallel = settings.cache, settings.parallel
+    if parallel.num_ranks > 1 or cache.memory_limit is not None:
+        return
+    kept = stated_kv(settings.model, predicts=settings.speculation.mode == "mtp")
+    if kept is None:
+        return
+    # Without kv_cache_memory it takes its share of the memory that is free after the load.
+    num_bytes = available_bytes() if cache.kv_cache_memory is None else cache.kv_cache_memory
+    layout, _ = lay_out(kept, num_bytes, cache, settings.scheduler.max_batch_tokens, frees_windows=True)
+    if not _has_tiers(settings):
+        return
+    if settings.tiers.host_cache is not None:
+        num_host_blocks(settings.tiers.host_cache, layout.block_bytes)
+    if settings.tiers.disk_cache is not None:
+        space = KeySpace("", layout.describe(), cache.block_size)
+        num_disk_blocks(space, layout.block_bytes, settings.tiers.disk_cache_size)
 
 
 def remarks(settings: EngineSettings) -> list[str]:

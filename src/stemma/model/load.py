@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from stemma.config.settings import ModelSettings
-from stemma.model.causal_lm import Decoder, KVShape
+from stemma.model.causal_lm import Decoder
 from stemma.model.checkpoint import Checkpoint
 from stemma.model.cpu.packing import Packing
+from stemma.model.kept_kv import KVShape
 from stemma.model.parallel.group import RankGroup
 from stemma.model.plan import LoadPlan
 from stemma.model.progress import Progress

@@ -20,16 +20,20 @@ from stemma.model.causal_lm import CausalLM, ModelInfo
 from stemma.model.checkpoint import Checkpoint, open_checkpoint
 from stemma.model.checkpoint_abilities import read_abilities
 from stemma.model.checkpoint_config import describe_checkpoint, runs_remote_code
+from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cpu.packing import Packing
+from stemma.model.families.registry import family_of
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.foreign.vision import VisionEncoder, load_encoder
 from stemma.model.fused_loading import fitting_layout, load_fused
 from stemma.model.generation import default_sampling, eos_token_ids
+from stemma.model.kept_kv import KeptKV
 from stemma.model.load import Load, Loaded
 from stemma.model.module_loading import load_by_modules
 from stemma.model.parallel.cutting import check_cut
 from stemma.model.parallel.group import RankGroup
 from stemma.model.plan import LoadPlan
+from stemma.model.prediction import with_prediction
 from stemma.model.progress import Progress
 from stemma.model.selfcheck import check_served
 from stemma.model.vision.family import VisionConfig
@@ -115,6 +119,25 @@ def load_model(
         check_served(model, loaded.reference, None if packing is None else packing.fewest_bits)
     report("ready", 1.0)
     return model
+
+
+def stated_kv(settings: ModelSettings, *, predicts: bool) -> KeptKV | None:
+    """Return what a checkpoint's config and headers say that the model keeps, on one rank.
+
+    None: only its modules know, once it is loaded. Raises what `load_model` raises for such a checkpoint.
+    """
+    described = describe_checkpoint(settings)
+    if runs_remote_code(settings):
+        return None
+    checkpoint = open_checkpoint(settings, described.config, described.vision)
+    layout, family = fitting_layout(checkpoint), family_of(checkpoint.config.model_type)
+    if layout is None or family is None:
+        return None
+    shape = kv_shape_of(layout)
+    if predicts:
+        shape = with_prediction(shape, int(checkpoint.config.hidden_size))
+    device = resolve_device(settings.device).type
+    return KeptKV(shape, family.architecture, checkpoint.dtype, device, described.max_model_len)
 
 
 def _load(load: Load, vision: VisionConfig | None) -> tuple[Loaded, VisionEncoder | None]:

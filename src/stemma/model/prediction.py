@@ -35,7 +35,7 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import StateLayout, StatePart
 from stemma.model.attention import StepContext
 from stemma.model.batch import ForwardBatch, StateMoves
-from stemma.model.causal_lm import Decoder, KVShape
+from stemma.model.causal_lm import Decoder
 from stemma.model.checkpoint import Checkpoint
 from stemma.model.checkpoint_config import quantization_of, runs_remote_code
 from stemma.model.cpu.attention import NativeAttentionStep
@@ -51,6 +51,7 @@ from stemma.model.foreign.rowwise import RowwiseOperations
 from stemma.model.foreign_code import foreign_code
 from stemma.model.formats.checkpoint import CheckpointTensors
 from stemma.model.formats.reading import GGUF, find_format, read_quantized
+from stemma.model.kept_kv import KVShape
 from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.paged import AttentionStep
 from stemma.native.library import Kernels

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.replicas.cluster import (
     KEY,
+    PROMPTS,
     READY_S,
     Cluster,
     Load,
@@ -137,3 +139,20 @@ def test_a_stopped_replica_is_replaced(cluster: Cluster, load: Load) -> None:
     wait_for(lambda: load.num_right > 0 and load.right_at[-1] > begun + AFTER_S)
     load.stop()
     assert load.lost == []
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_requests_at_a_stopped_replica_go_to_the_other_one(cluster: Cluster, streams: bool) -> None:
+    """A stream once its first byte is late, a whole answer once the replica leaves checks unanswered."""
+    wait_for(lambda: len(cluster.replicas()) == 2, timeout_s=READY_S)
+    for prompt in PROMPTS * 2:  # measured: prefill takes milliseconds
+        assert cluster.complete(prompt, stream=True).status_code == 200
+    told = max(cluster.replicas().items())[1]
+    os.kill(told["pid"], signal.SIGSTOP)
+    with ThreadPoolExecutor(16) as threads:
+        asked = [threads.submit(cluster.complete, prompt, stream=streams) for prompt in PROMPTS * 2]
+        answers = [one.result() for one in asked]
+    assert Path(f"/proc/{told['pid']}").exists(), "Serve hasn't replaced it yet"
+    assert [one.status_code for one in answers] == [200] * 16
+    assert all("error" not in one.text for one in answers)
+    wait_for(lambda: is_replaced(cluster, told["pid"]), timeout_s=60)

@@ -41,7 +41,8 @@ class SickServer:
                     self.mode = path.removeprefix("/mode/")
                     writer.write(answer(200, json.dumps({"generated": self.num_generated}).encode()))
                 elif path == "/health":
-                    writer.write(answer(503 if self.mode == "draining" else 200, b"{}"))
+                    told = b'{"decode_s_per_token": 0.001}'
+                    writer.write(answer(503 if self.mode == "draining" else 200, told))
                 elif path == "/v1/models":
                     writer.write(answer(401 if self.mode == "401" else 200, b"{}"))
                 elif path == "/tokenize":
@@ -83,7 +84,7 @@ class SickServer:
                 await asyncio.sleep(float(str(body.get("pause", 0))))
             return False
         else:
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(float(str(body.get("pause", 0.002))))
             writer.write(answer(200, said))
         return True
 

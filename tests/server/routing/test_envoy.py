@@ -152,7 +152,7 @@ async def test_a_sick_server_costs_no_request(gateway: Envoy, mode: str) -> None
 
 @pytest.mark.slow
 async def test_a_stopped_server_gets_no_requests(gateway: Envoy) -> None:
-    """What it had waits for Envoy's `per_try_idle_timeout`: an endpoint picker can't take it back."""
+    """What it had waits as long as the picker said: an endpoint picker can't take it back."""
     os.kill(gateway.servers[0].pid, signal.SIGSTOP)
     async with asyncio.timeout(60):
         while "down" not in str(health(gateway.router)["servers"]):
@@ -180,6 +180,29 @@ async def test_streams_of_a_hung_server_go_to_the_other_one_in_time(gateway: Env
         assert await asyncio.gather(*(ask(number) for number in range(30))) == [200] * 30
     assert 4 < time.monotonic() - begun < 20
     assert 0 < become(gateway.servers[0], "well") - 30 < 30, "it got some of them"
+
+
+@pytest.mark.slow
+async def test_whole_answers_of_a_stopped_server_go_to_the_other_one_in_time(gateway: Envoy) -> None:
+    """The picker tells Envoy how long an answer of so many tokens can take. A slow one is asked for once."""
+    assert await ask_many(gateway.url, 60) == {"ok": 60}
+    before = sum(become(one, "well") for one in gateway.servers)
+    begun = time.monotonic()
+    async with httpx.AsyncClient(timeout=90, limits=httpx.Limits(max_connections=None)) as client:
+
+        async def ask(body: dict[str, Any]) -> int:
+            answer = await client.post(f"{gateway.url}/v1/completions", json=body)
+            return answer.status_code
+
+        # 30 s and four times 20 s: it isn't asked for again before, though the shorter ones would be.
+        assert await ask({"prompt": "x", "max_tokens": 20_000, "pause": 40.0}) == 200
+        assert sum(become(one, "well") for one in gateway.servers) == before + 1
+        os.kill(gateway.servers[0].pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        bodies = [{"prompt": [number] * 100, "max_tokens": 16} for number in range(16)]
+        assert await asyncio.gather(*(ask(body) for body in bodies)) == [200] * 16
+    assert 25 < time.monotonic() - begun < 60, "some of them waited for the stopped server"
+    os.kill(gateway.servers[0].pid, signal.SIGCONT)
 
 
 async def test_without_the_picker_requests_still_go_somewhere(gateway: Envoy) -> None:

@@ -9,6 +9,7 @@ import httpx
 import orjson
 import pytest
 
+from stemma.cluster.health import Check
 from stemma.server.routing.picker.options import PickerOptions
 from stemma.server.routing.served_fleet import ServedFleet
 from stemma.server.routing.server_list import ServerList
@@ -116,7 +117,7 @@ async def test_the_best_server_and_those_after_it(picker: Asked) -> None:
 
 
 async def test_envoy_is_told_how_long_to_wait_for_a_streams_first_byte(picker: Asked) -> None:
-    """As long as the proxy itself would; not of whole answers, nor if there is no other server."""
+    """As long as the proxy itself would; not of answers of unknown length, nor if there is no other."""
     name = "x-envoy-upstream-rq-per-try-timeout-ms"
     _, streamed = await picker.exchange(headers(), body())
     _, limit = mutation_of(streamed).set_headers
@@ -127,6 +128,19 @@ async def test_envoy_is_told_how_long_to_wait_for_a_streams_first_byte(picker: A
     for answer in (whole, alone):
         assert len(mutation_of(answer).set_headers) == 1
         assert mutation_of(answer).remove_headers == [name]
+
+
+async def test_envoy_is_told_how_long_to_wait_for_a_whole_answer(picker: Asked) -> None:
+    """Once the server told how slow its tokens come, and the request, how many it may have."""
+    content = orjson.dumps({"prompt": list(range(300)), "max_tokens": 100, "n": 2})
+    _, unknown = await picker.exchange(headers(), body(content))
+    assert len(mutation_of(unknown).set_headers) == 1
+    for member in picker.served.fleet.members:
+        picker.served.fleet.note_check(member.url, Check.SERVES, 0.25)
+    _, told = await picker.exchange(headers(), body(content))
+    _, limit = mutation_of(told).set_headers
+    prefill_s = picker.served.fleet.members[0].speed.limit_s(300)
+    assert int(limit.header.raw_value) == round(1000 * (30 + prefill_s + 4 * 200 * 0.25))
 
 
 async def test_a_streamed_body_is_held_and_goes_on_whole(picker: Asked) -> None:

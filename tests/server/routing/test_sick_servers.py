@@ -96,13 +96,33 @@ async def test_a_hung_stream_is_told_to_be_broken(servers: list[Process], proxy:
 async def test_a_request_that_hangs_its_server_is_not_sent_to_all(
     servers: list[Process], proxy: Process
 ) -> None:
-    """An unstreamed answer has no limit while its server lives: it is computed once."""
+    """An unstreamed answer of unknown length has no limit while its server lives: it is computed once."""
     for one in servers:
         become(one, "hang")
     async with httpx.AsyncClient() as client:
         with pytest.raises(httpx.TimeoutException):
             await client.post(f"{proxy.url}/v1/completions", json={"prompt": "x"}, timeout=8)
     assert sum(become(one, "well") for one in servers) == 1
+
+
+@pytest.mark.slow
+async def test_a_whole_answer_is_waited_for_as_long_as_it_can_take_and_no_longer(
+    servers: list[Process], proxy: Process
+) -> None:
+    """One server answers checks, and no requests. Before, a long answer that is slow is asked for once."""
+    assert await ask_many(proxy.url, 20) == {"ok": 20}
+    before = [become(one, "well") for one in servers]
+    async with httpx.AsyncClient(timeout=90) as client:
+        long = {"prompt": "x", "max_tokens": 20_000, "pause": 40.0}
+        answer = await client.post(f"{proxy.url}/v1/completions", json=long)
+        assert answer.status_code == 200
+        assert sum(become(one, "well") for one in servers) == sum(before) + 1
+        become(servers[0], "hang")
+        short = [{"prompt": [n] * 50, "max_tokens": 16} for n in range(12)]
+        asking = [client.post(f"{proxy.url}/v1/completions", json=body) for body in short]
+        answers = await asyncio.gather(*asking)
+        assert [one.status_code for one in answers] == [200] * 12
+        assert become(servers[0], "well") > 0
 
 
 async def test_two_routers_side_by_side_agree_and_share_the_servers(

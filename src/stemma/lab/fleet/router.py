@@ -75,10 +75,10 @@ class AccountedFleet(Fleet):
         with _counted(self.cpu, "decisions_s"):
             return super().end(one, outcome, retry_after_s)
 
-    def note_check(self, url: str, found: Check) -> None:
+    def note_check(self, url: str, found: Check, decode_s_per_token: float | None = None) -> None:
         """As `Fleet.note_check`."""
         with _counted(self.cpu, "checks_s"):
-            super().note_check(url, found)
+            super().note_check(url, found, decode_s_per_token)
 
 
 @dataclass(slots=True)
@@ -138,8 +138,3 @@ def _counted(cpu: Cpu, name: str) -> Iterator[None]:
         yield
     finally:
         setattr(cpu, name, getattr(cpu, name) + time.thread_time() - begun)
-
-
-def hash_of(run: int) -> int:
-    """Return a number for rendezvous hashing, never 0."""
-    return int(names_of([(run, 0, 1)])[0]) | 1

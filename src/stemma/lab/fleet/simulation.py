@@ -20,23 +20,21 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.cluster.holdings import MAX_BLOCKS
-from stemma.cluster.rendezvous import rendezvous_order
 from stemma.cluster.routers import ROUTERS, Ask
 from stemma.errors import ConfigError
 from stemma.http import async_http_client
 from stemma.lab.fleet.caches import Change, RunCache
-from stemma.lab.fleet.router import Cpu, SimulatedRouter, hash_of
+from stemma.lab.fleet.router import Cpu, SimulatedRouter
 from stemma.lab.fleet.servers import TOLD_TOKENS, Mode, Network, ServerModel, SimulatedServer
-from stemma.lab.fleet.traffic import Traffic, names_of
+from stemma.lab.fleet.traffic import Traffic, hash_of, names_of
 from stemma.lab.fleet.virtual_time import run_in_virtual_time
+from stemma.lab.fleet.warm import warm
 from stemma.lab.savings import PrefillModel
 from stemma.server.routing.checks import keep_checking
 from stemma.server.routing.relay import Relay, Relayed, RouteOptions
 from stemma.server.routing.sending import Outgoing, send
 
 _PATH = "/v1/completions"
-_HOMES = 2.0
-"""Servers that hold a tenant's earlier conversations, times its share of all."""
 FAULTS = (Mode.HANGS, Mode.GARBAGE, Mode.GONE, Mode.DRAINS)
 Progress = Callable[[int], None]
 """Called with the number of requests that ended."""
@@ -155,7 +153,7 @@ class _Simulation:
         settings, loop = self._settings, asyncio.get_running_loop()
         for _ in range(settings.num_servers):
             self._start_server()
-        self._warm()
+        warm(self._traffic, [server.cache for server in self._network.servers.values()])
         self._client = async_http_client(transport=self._network, timeout=None)
         self._relay = Relay(self._client, RouteOptions())
         self._start_router()
@@ -187,20 +185,6 @@ class _Simulation:
         self._num_started += 1
         self._network.servers[server.host] = server
         return server
-
-    def _warm(self) -> None:
-        """Give each conversation from before to one of its tenant's servers."""
-        traffic, servers = self._traffic, list(self._network.servers.values())
-        tenants = [traffic.chain(last)[0] for last in traffic.earlier.tolist()]
-        counts, homes = Counter(tenants), {}
-        for tenant, last in zip(tenants, traffic.earlier.tolist(), strict=True):
-            if tenant not in homes:
-                share = _HOMES * counts[tenant] / len(tenants)
-                order = rendezvous_order(hash_of(tenant).to_bytes(8, "little"), range(len(servers)))
-                homes[tenant] = order[: max(1, round(share * len(servers)))]
-            chain = traffic.chain(last)
-            home = self._random.choice(homes[tenant])
-            servers[home].cache.use(chain, traffic.sizes(chain))
 
     def _start_router(self) -> None:
         loop = asyncio.get_running_loop()

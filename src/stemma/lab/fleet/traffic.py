@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stemma.cluster.block_table import Words, mixed
+from stemma.cluster.block_columns import Words, mixed
 from stemma.lab.fleet.caches import Piece
 from stemma.lab.replicas import Cluster, time_scale
 from stemma.lab.savings import PrefillModel
@@ -72,6 +72,11 @@ def names_of(pieces: list[Piece]) -> Words:
             np.uint64
         )
     )
+
+
+def hash_of(run: int) -> int:
+    """Return a number for rendezvous hashing, never 0."""
+    return int(names_of([(run, 0, 1)])[0]) | 1
 
 
 @dataclass(frozen=True, slots=True)

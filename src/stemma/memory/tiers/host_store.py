@@ -20,6 +20,13 @@ from stemma.prefix.eviction.policy import EvictionPolicy
 from stemma.types import BlockKey, Tier
 
 
+def num_host_blocks(capacity_bytes: int, block_bytes: int) -> int:
+    """Return how many blocks fit; raise ConfigError if none does."""
+    if capacity_bytes < block_bytes:
+        raise ConfigError(f"host cache of {capacity_bytes} bytes can't hold one block of {block_bytes}")
+    return capacity_bytes // block_bytes
+
+
 class HostStore(SlottedStore):
     """Blocks in DRAM."""
 
@@ -38,9 +45,7 @@ class HostStore(SlottedStore):
 
         `pin_memory` locks the pages for CUDA copies. `clock` returns seconds that never decrease.
         """
-        num_slots = capacity_bytes // block_bytes
-        if num_slots < 1:
-            raise ConfigError(f"host cache of {capacity_bytes} bytes can't hold one block of {block_bytes}")
+        num_slots = num_host_blocks(capacity_bytes, block_bytes)
         super().__init__(block_bytes, num_slots, policy, clock)
         self._arena = host_rows(num_slots, block_bytes, pin_memory=pin_memory)
         self._bytes = self._arena.numpy()

@@ -10,10 +10,10 @@ import torch
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.memory.device.layout import WindowGroup
 from stemma.model.attention import SUPPORTED, AttentionCall
-from stemma.model.causal_lm import KVShape
 from stemma.model.compression import compressed_layout
 from stemma.model.foreign.attention import STEP_KEYWORD, AttentionProbe
 from stemma.model.foreign.recurrence import ProbedStates, cache_of, divert, running
+from stemma.model.kept_kv import KVShape
 from stemma.model.recurrence import TorchRecurrence
 
 _LEAST_DIM = 16

@@ -13,6 +13,7 @@ from stemma.budgets import BudgetState
 from stemma.engine.api import DRAFT_SOURCES, CacheReport, DraftCount, EngineStats
 from stemma.server.observe.ignored_hints import IgnoredHints
 from stemma.server.observe.tier_metrics import tier_metrics
+from stemma.smoothed import Smoothed
 from stemma.types import Tier
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -172,6 +173,8 @@ class ServerMetrics:
         self.tpot = self._histogram(
             "time_per_output_token_seconds", "Mean gap between tokens of a request", TPOT_BUCKETS_S
         )
+        self.gap = Smoothed()
+        """The same of the latest requests, for routers (`/health`)."""
         self.e2e = self._histogram("request_seconds", "Arrival to last token", E2E_BUCKETS_S)
         self.prefill = self._histogram("prefill_seconds", "First step to first token", TTFT_BUCKETS_S)
         self.decode = self._histogram("decode_seconds", "First to last token", E2E_BUCKETS_S)

@@ -183,4 +183,6 @@ class RequestWatch:
         if self._first is not None:
             metrics.decode.observe(now - self._first)
             if last.num_generated_tokens > 1:
-                metrics.tpot.observe((now - self._first) / (last.num_generated_tokens - 1))
+                gap_s = (now - self._first) / (last.num_generated_tokens - 1)
+                metrics.tpot.observe(gap_s)
+                metrics.gap.observe(gap_s)

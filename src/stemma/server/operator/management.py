@@ -25,13 +25,19 @@ _MAX_TOKENS = QueryNumber("max_tokens", 1, 1000, 24)
 
 @open_router.get("/health", PUBLIC)
 async def health(request: Request) -> Response:
-    """200 while requests are taken; 503 once the engine has failed, with the reason, or the server drains."""
+    """200 while requests are taken; 503 once the engine has failed, with the reason, or the server drains.
+
+    `decode_s_per_token` tells routers how slow an answer may be that isn't stuck: mean and four deviations of
+    the gap between tokens, of the latest answers.
+    """
     context = context_of(request)
     if context.engine.failure is not None:
         return json_response({"status": "failed", "reason": context.engine.failure}, 503)
     if context.lifecycle.draining:
         return json_response({"status": "draining"}, 503)
-    return json_response({"status": "ok"})
+    gap = context.instruments.metrics.gap
+    told = {"decode_s_per_token": float(f"{gap.slowest_s:.3g}")} if gap.slowest_s else {}
+    return json_response({"status": "ok", **told})
 
 
 def _model_cards(context: OperatorContext) -> list[dict[str, Any]]:

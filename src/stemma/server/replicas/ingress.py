@@ -1,7 +1,8 @@
 """The ingress: OpenAI's API and the others in front of the replicas, the proxy of `routing/`.
 
-A replica that dies before the client has received a byte is replaced by another one, once; afterwards a
-stream ends with an error event (`routing/relay.py`). Nothing is sent twice.
+A replica that dies, or that is late or silent (`patience.py`), before the client has received a byte is
+replaced by another one, once; afterwards a stream ends with an error event (`routing/relay.py`). Nothing is
+sent twice.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from stemma.model.located import located_model
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.access import Access
 from stemma.server.replicas.metrics import gathered
+from stemma.server.replicas.patience import Patience
 from stemma.server.replicas.transport import CALL, ReplicaTransport
 from stemma.server.routing.app import create_proxy_app
 from stemma.server.routing.asking import PromptEncoder, ask_of, pooled_ask_of
 from stemma.server.routing.checks import check
 from stemma.server.routing.metrics import counters
-from stemma.server.routing.prompts import POOLED
+from stemma.server.routing.prompts import POOLED, is_streamed
 from stemma.server.routing.relay import (
     READ_TIMEOUT_S,
     Relay,
@@ -51,6 +53,7 @@ _BASE = "http://localhost"
 _ATTEMPTS = 2
 _MEET_EVERY_S = 1.0
 _METRICS_TIMEOUT_S = 5.0
+_CHECK_TIMEOUT_S = 3.0
 _RETRIED = (502, 503, 504)
 """Answers of a replica that can't serve now."""
 
@@ -73,6 +76,7 @@ class Ingress:
         self._transport = ReplicaTransport(replicas)
         client = async_http_client(transport=self._transport, timeout=httpx.Timeout(READ_TIMEOUT_S))
         self.relay = Relay(client, self._options)
+        self._patience = Patience(self._answers)
         self.num_requests = 0
         self.num_retries = 0
         """Requests that a second replica was asked for, since the first one failed before a byte was sent."""
@@ -88,7 +92,8 @@ class Ingress:
 
     async def is_up(self) -> bool:
         """Return whether any server can be asked."""
-        return await check(self.relay.client, _BASE) is Check.SERVES
+        told = await check(self.relay.client, _BASE)
+        return told is not None and told.found is Check.SERVES
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -152,17 +157,33 @@ class Ingress:
         else:
             ask = ask_of(body, await self._encoder.tokens(body), self._block_size)
         headers, url = kept_headers(request), _BASE + path_of(request)
-        routed = None
+        routed, streams = None, is_streamed(request.scope["path"], body)
         for attempt in range(_ATTEMPTS):
             routed = RoutedCall(ask=ask, avoid=None if routed is None else routed.replica)
+            asking = asyncio.ensure_future(self.relay.ask(url, content, headers, extensions={CALL: routed}))
             try:
-                answer = await self.relay.ask(url, content, headers, extensions={CALL: routed})
+                if attempt == 0:
+                    answer = await self._patience.answer_of(asking, routed, is_streamed=streams)
+                else:
+                    answer = await asking
             except httpx.HTTPError as error:
                 _log.warning("%s", error)
                 self.num_retries += attempt == 0
                 continue
-            if answer.status_code in _RETRIED and attempt == 0:
+            if answer is None or (answer.status_code in _RETRIED and attempt == 0):
                 self.num_retries += 1
                 continue
             return answer
         return nobody_answers()
+
+    async def _answers(self, name: str) -> bool:
+        """Return whether a replica answers a check, or is gone: then its requests fail by themselves."""
+        routed = RoutedCall(only=name)
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT_S):
+                await self.relay.ask(f"{_BASE}/health", b"", {}, method="GET", extensions={CALL: routed})
+        except TimeoutError:
+            return False
+        except httpx.HTTPError:
+            return True
+        return True

@@ -19,6 +19,7 @@ from stemma.server.admission.ledger import shared
 from stemma.server.routing.prompts import (
     has_images,
     head_of,
+    max_output_of,
     messages_of,
     num_characters,
     pooled_head_of,
@@ -43,19 +44,19 @@ _MAX_WAITING = 256
 
 def ask_of(body: Mapping[str, Any], tokens: TokenArray | None, block_size: int) -> Ask:
     """Return the request as a router sees it; without `tokens`, the beginning of the text decides."""
-    head = number_of(head_of(body))
+    head, max_output = number_of(head_of(body)), max_output_of(body)
     if tokens is None:
-        return Ask((), max(1, num_characters(body) // CHARS_PER_TOKEN), block_size, head)
+        return Ask((), max(1, num_characters(body) // CHARS_PER_TOKEN), block_size, head, max_output)
     chain = chain_of(tokens, block_size)
     if chain and messages_of(body) is None:
         head = 0  # the first block, so that a longer prompt has the same home
-    return Ask(chain, len(tokens), block_size, head)
+    return Ask(chain, len(tokens), block_size, head, max_output)
 
 
 def pooled_ask_of(body: Mapping[str, Any], block_size: int) -> Ask:
     """Return a request to one of `POOLED` as a router sees it: it goes where others with its query went."""
     num_tokens = max(1, len(orjson.dumps(body)) // CHARS_PER_TOKEN)
-    return Ask((), num_tokens, block_size, number_of(pooled_head_of(body)))
+    return Ask((), num_tokens, block_size, number_of(pooled_head_of(body)), max_output=0)
 
 
 def number_of(head: bytes) -> int:

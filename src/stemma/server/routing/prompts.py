@@ -5,7 +5,7 @@ What a proxy reads here decides only where a request goes, never what the answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -27,6 +27,8 @@ GENERATING = (
 POOLED = ("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score")
 """Paths whose requests compute prompts alone."""
 
+_OUTPUT_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
+_ANSWERS = ("n", "best_of")
 _HEAD_LENGTH = 1024
 """Characters, or token ids, of a plain prompt."""
 _IMAGES = ("image_url", "image", "input_image")
@@ -131,6 +133,20 @@ def _up_to_image(messages: list[Any]) -> list[Any]:
 def is_streamed(path: str, body: Mapping[str, Any]) -> bool:
     """Return whether an answer comes as it is generated, so that its first byte ends the prefill."""
     return body.get("stream") is True or path.endswith("_stream")
+
+
+def max_output_of(body: Mapping[str, Any]) -> int | None:
+    """Return the tokens that a request's answers may have together; None: it doesn't say."""
+    parameters = body.get("parameters")
+    places = (body, parameters) if isinstance(parameters, dict) else (body,)
+    limits = [count for place in places for count in _counts(place, _OUTPUT_LIMITS)]
+    answers = [count for place in places for count in _counts(place, _ANSWERS)]
+    return max(limits) * max([1, *answers]) if limits else None
+
+
+def _counts(place: Mapping[str, Any], names: Sequence[str]) -> list[int]:
+    given = [place[name] for name in names if name in place]
+    return [one for one in given if type(one) is int and 0 <= one < 2**31]
 
 
 def one_token_body(path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,9 @@ _log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 2.0
 READ_TIMEOUT_S = 3600.0
 """Without a byte of an answer. Servers that hang are found by checks, long before."""
+_IDLE_S = 2.5
+"""How long an idle connection to a server is used again: vLLM closes it after 5 s, and what is sent to it
+then would count as a failure of that server."""
 _OTHER_TIMEOUT_S = 30.0
 """For an answer to a request that generates nothing."""
 _MOST_BEGUN = 2
@@ -274,7 +277,8 @@ class Relay:
 def relay_client() -> httpx.AsyncClient:
     """Return the client that a proxy asks its servers with."""
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    return async_http_client(timeout=timeout, limits=httpx.Limits(max_connections=None))
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_S)
+    return async_http_client(timeout=timeout, limits=limits)
 
 
 def nobody_answers() -> Response:

@@ -30,7 +30,7 @@ from stemma.cluster.fleet import Fleet, Outcome
 from stemma.cluster.routers import Ask, Rendezvous
 from stemma.errors import ConfigError
 from stemma.server.routing.app import create_proxy_app
-from stemma.server.routing.asking import CHARS_PER_TOKEN, number_of, pooled_ask_of
+from stemma.server.routing.asking import ask_of, number_of, pooled_ask_of
 from stemma.server.routing.checks import keep_checking
 from stemma.server.routing.description import describe, num_failures
 from stemma.server.routing.metrics import counters, fleet_metrics
@@ -38,7 +38,6 @@ from stemma.server.routing.prompts import (
     POOLED,
     head_of,
     is_streamed,
-    num_characters,
     one_token_body,
     pooled_head_of,
 )
@@ -83,7 +82,7 @@ class Router:
             ask, outgoing = pooled_ask_of(body, 1), Outgoing(path_of(request), content, headers, False)
             answer, may_go_on = await send(self.prefills, self._relay, ask, outgoing)
             return (answer, False) if not may_go_on else await send(self.decodes, self._relay, ask, outgoing)
-        ask = Ask((), max(1, num_characters(body) // CHARS_PER_TOKEN), 1, number_of(head_of(body)))
+        ask = ask_of(body, None, 1)
         if body:
             await self._prefill(path, body, headers, ask)
         outgoing = Outgoing(path_of(request), content, headers, is_streamed(path, body))

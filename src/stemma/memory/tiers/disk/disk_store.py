@@ -59,6 +59,14 @@ def capacity_of(space: KeySpace, block_bytes: int, size_bytes: int) -> int:
     return max(0, size_bytes - _SMALL_FILES_BYTES) // (slot_bytes + RECORD_BYTES)
 
 
+def num_disk_blocks(space: KeySpace, block_bytes: int, size_bytes: int) -> int:
+    """Return the same; raise ConfigError if none does."""
+    num_blocks = capacity_of(space, block_bytes, size_bytes)
+    if num_blocks < 1:
+        raise ConfigError(f"disk cache of {size_bytes} bytes can't hold one block of {block_bytes}")
+    return num_blocks
+
+
 def size_for_blocks(manifest: Manifest, num_blocks: int) -> int:
     """Return the size limit that a sub-directory needs to hold `num_blocks`."""
     return _SMALL_FILES_BYTES + num_blocks * (manifest.slot_bytes + RECORD_BYTES)
@@ -89,9 +97,7 @@ class DiskStore(SlottedStore):
         and what `open_space` raises.
         """
         wanted = new_manifest(space, block_bytes, size_bytes)
-        capacity_blocks = capacity_of(space, block_bytes, size_bytes)
-        if capacity_blocks < 1:
-            raise ConfigError(f"disk cache of {size_bytes} bytes can't hold one block of {block_bytes}")
+        capacity_blocks = num_disk_blocks(space, block_bytes, size_bytes)
         super().__init__(block_bytes, capacity_blocks, policy, clock, default_ttl_s=default_ttl_s)
         self._size_bytes = size_bytes
         self._files = files or FileLayer()
