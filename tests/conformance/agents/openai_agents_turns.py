@@ -1,6 +1,6 @@
 """An agent of openai-agents over ten turns with a tool; prints a line of JSON for each request that it sends.
 
-``python openai_agents_turns.py URL``. Run by `test_agents.py`, with an interpreter that has `openai-agents`.
+``python openai_agents_turns.py URL``. Run by `test_agents.py`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Agent frameworks over ten turns with a tool: each request computes its new text, and `explain` says why.
-
-`openai-agents` needs other versions of `openai` and `websockets` than the other clients, so it runs in an
-environment of its own, which STEMMA_OPENAI_AGENTS_PYTHON names.
-"""
+"""Agent frameworks over ten turns with a tool: each request computes its new text, and `explain` says why."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -57,13 +54,11 @@ def check(told: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_openai_agents(served: Served) -> None:
-    python = os.environ.get("STEMMA_OPENAI_AGENTS_PYTHON")
-    if python is None:
-        pytest.skip("STEMMA_OPENAI_AGENTS_PYTHON may name a Python that has openai-agents")
+    pytest.importorskip("agents")
     script = Path(__file__).parent / "openai_agents_turns.py"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [python, str(script), served.url],
+        [sys.executable, str(script), served.url],
         capture_output=True,
         text=True,
         timeout=120,
