@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stemma.config.settings import KVDtype, ModelSettings
 from stemma.engine.llm import LLM
@@ -140,8 +139,7 @@ def test_another_layout_misses_in_disk_and_pool(latents: Path, kv_dtype: KVDtype
 
 def test_other_devices_than_cpu_refuse_codes(checkpoint: Path) -> None:
     model = load_model(ModelSettings(path=checkpoint, device="cpu"))
-    elsewhere = copy.copy(model)
-    elsewhere.device = torch.device("cuda")
+    elsewhere = replace(model.kept, device="cuda")
     assert elsewhere.layout(BLOCK_SIZE) == model.layout(BLOCK_SIZE)
     with pytest.raises(ConfigError, match="kv_cache_dtype int8 runs on CPU only"):
         elsewhere.layout(BLOCK_SIZE, "int8")
