@@ -381,11 +381,11 @@ def kv_bytes() -> Table:
 
 PEERS = Path(__file__).parent / "peers"
 NEXT: dict[str, Any] = {
-    **{"hidden_size": 1024, "num_hidden_layers": 16, "layer_types": MIXED * 4, "head_dim": 128},
+    **{"hidden_size": 1024, "num_hidden_layers": 8, "layer_types": MIXED * 2, "head_dim": 128},
     **{"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512},
     **{"linear_num_value_heads": 16, "linear_num_key_heads": 8},
     **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-    **{"num_experts": 32, "num_experts_per_tok": 4, "max_position_embeddings": 32768},
+    **{"num_experts": 16, "num_experts_per_tok": 4, "max_position_embeddings": 32768},
     **{"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
 }
 NEXT_VOCAB = 500
