@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# Threads sleep at barriers: on cores that pytest's processes share, one that spins takes the time of the one that
+# it waits for. Read when torch loads OpenMP's library.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
 import pytest
 import torch
 from hypothesis import settings

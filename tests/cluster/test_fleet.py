@@ -10,9 +10,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from stemma.cluster.fleet import Fleet, FleetMember, Outcome, Tries, Try
+from stemma.cluster.fleet import Fleet, FleetMember, Outcome, Try
 from stemma.cluster.health import Check, Standing
 from stemma.cluster.routers import Ask, CacheAware, LeastLoaded, Rendezvous, RoundRobin
+from stemma.cluster.tries import Tries
 
 URLS = [f"http://host-{name}:8000" for name in "abcd"]
 ASK = Ask([1, 2, 3], 50, 16)
@@ -31,7 +32,7 @@ def fleet_of(num_servers: int, router=CacheAware, clock=None) -> Fleet:
 
 def begun(fleet: Fleet, ask: Ask = ASK, *, is_streamed: bool = True) -> Try:
     """Return the first try of a request."""
-    return next_of(fleet.tries(ask, is_streamed=is_streamed))
+    return next_of(Tries(fleet, ask, is_streamed=is_streamed))
 
 
 def next_of(tries: Tries) -> Try:
@@ -49,7 +50,7 @@ def member(fleet: Fleet, url: str) -> FleetMember:
 def fail(fleet: Fleet, url: str) -> None:
     """Let a server fail until it is ejected."""
     for number in range(200):
-        tries = fleet.tries(Ask([], 5, 16, head=number + 1), is_streamed=True)
+        tries = Tries(fleet, Ask([], 5, 16, head=number + 1), is_streamed=True)
         while (one := tries.next()) is not None:
             one.end(Outcome.FAILED if one.url == url else Outcome.ANSWERED)
         if member(fleet, url).health.standing is not Standing.HEALTHY:
@@ -67,7 +68,7 @@ def test_a_request_is_sent_as_often_as_the_rules_say(num_servers, requests, rng)
     fleet = fleet_of(num_servers, clock=clock)
     for outcomes in requests:
         clock.now += rng.choice([0, 1, 20])
-        tries, seen = fleet.tries(ASK, is_streamed=rng.random() < 0.5), []
+        tries, seen = Tries(fleet, ASK, is_streamed=rng.random() < 0.5), []
         for outcome in outcomes:
             one = tries.next()
             if one is None:
@@ -104,7 +105,7 @@ def test_a_sick_server_costs_no_request_and_few_tries(outcome: Outcome, router) 
     last = Outcome.LEFT
     for number in range(1000):
         clock.now += 0.1
-        tries = fleet.tries(Ask([number], 50, 16), is_streamed=True)
+        tries = Tries(fleet, Ask([number], 50, 16), is_streamed=True)
         while (one := tries.next()) is not None:
             last = outcome if one.url == URLS[0] else Outcome.ANSWERED
             one.end(last)
@@ -116,7 +117,7 @@ def test_a_sick_server_costs_no_request_and_few_tries(outcome: Outcome, router) 
 def test_a_request_that_breaks_its_server_is_sent_to_two_and_ejects_none() -> None:
     fleet = fleet_of(4)
     for number in range(50):
-        tries, count = fleet.tries(Ask([number], 50, 16), is_streamed=True), 0
+        tries, count = Tries(fleet, Ask([number], 50, 16), is_streamed=True), 0
         while (one := tries.next()) is not None:
             one.end(Outcome.FAILED)
             count += 1
@@ -130,7 +131,7 @@ def test_servers_that_still_answer_are_not_flooded() -> None:
     fleet = fleet_of(4, RoundRobin, clock)
     num_failed = 0
     for number in range(2000):
-        tries = fleet.tries(Ask([number], 50, 16), is_streamed=True)
+        tries = Tries(fleet, Ask([number], 50, 16), is_streamed=True)
         while (one := tries.next()) is not None:
             one.end(Outcome.ANSWERED if one.url == URLS[3] else Outcome.FAILED)
         num_failed += one is None
@@ -144,7 +145,7 @@ def test_busy_servers_are_asked_last_and_everybody_is_asked() -> None:
     clock = Clock()
     fleet = fleet_of(4, Rendezvous, clock)
     first = fleet.order(ASK)[0]
-    tries = fleet.tries(ASK, is_streamed=True)
+    tries = Tries(fleet, ASK, is_streamed=True)
     for _ in range(4):
         next_of(tries).end(Outcome.BUSY, retry_after_s=5.0)
     assert tries.next() is None
@@ -158,7 +159,7 @@ def test_busy_servers_are_asked_last_and_everybody_is_asked() -> None:
 def test_a_clients_own_errors_say_nothing_of_a_server() -> None:
     fleet = fleet_of(4)
     for _ in range(50):
-        tries, count = fleet.tries(ASK, is_streamed=True), 0
+        tries, count = Tries(fleet, ASK, is_streamed=True), 0
         while (one := tries.next()) is not None:
             one.end(Outcome.REFUSED)
             count += 1
@@ -214,10 +215,10 @@ def test_how_long_to_wait_follows_the_queue_and_an_unstreamed_answer_has_no_limi
 
 
 def test_who_is_late_is_waited_for_if_nobody_else_can_be_asked() -> None:
-    alone, pair = fleet_of(1).tries(ASK, is_streamed=True), fleet_of(2)
+    alone, pair = Tries(fleet_of(1), ASK, is_streamed=True), fleet_of(2)
     alone.next()
     assert not alone.can_move()
-    tries = pair.tries(ASK, is_streamed=True)
+    tries = Tries(pair, ASK, is_streamed=True)
     one = next_of(tries)
     assert tries.can_move()
     other = next(url for url in URLS[:2] if url != one.url)
@@ -243,7 +244,7 @@ def test_servers_come_drain_and_leave() -> None:
     fleet.drain(gone)
     assert fleet.order(ASK)[-1].url == gone
     fleet.set_servers([])
-    assert fleet.tries(ASK, is_streamed=True).next() is None
+    assert Tries(fleet, ASK, is_streamed=True).next() is None
 
 
 def test_routers_side_by_side_agree_on_homes_whatever_their_lists_order() -> None:
@@ -282,13 +283,13 @@ def test_an_optional_request_is_given_up_at_twice_its_time() -> None:
     clock = Clock()
     fleet = fleet_of(1, clock=clock)
     for seconds in [1.0] * 20:
-        one = next_of(fleet.tries(ASK, is_streamed=True, is_optional=True))
+        one = next_of(Tries(fleet, ASK, is_streamed=True, is_optional=True))
         clock.now += seconds
         one.first_byte()
         one.end(Outcome.ANSWERED)
     limits = []
     for _ in range(2):
-        tries = fleet.tries(ASK, is_streamed=True, is_optional=True)
+        tries = Tries(fleet, ASK, is_streamed=True, is_optional=True)
         one = next_of(tries)
         assert one.limit_s is not None
         limits.append(one.limit_s)
@@ -303,7 +304,7 @@ def test_an_optional_request_is_given_up_at_twice_its_time() -> None:
 def test_an_optional_request_goes_to_no_server_that_is_down() -> None:
     fleet = fleet_of(2)
     fleet.note_check(URLS[0], Check.SILENT)
-    tries = fleet.tries(ASK, is_streamed=True, is_optional=True)
+    tries = Tries(fleet, ASK, is_streamed=True, is_optional=True)
     one = next_of(tries)
     assert one.url == URLS[1]
     one.end(Outcome.UNSENT)

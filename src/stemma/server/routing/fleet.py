@@ -1,7 +1,7 @@
 """A proxy in front of equal servers: each request goes where computing it, and waiting, costs least.
 
-Where that is, and which server follows if one fails, `cluster/fleet.py` says; `served_fleet.py` keeps it
-informed.
+Where that is `cluster/fleet.py` says, which server follows if one fails `cluster/tries.py`; `served_fleet.py`
+keeps them informed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ pool and generates; its answer passes through unchanged.
 The first step affects only speed, not correctness. If no prefill server answers within twice the time that
 its measured speed says, the decode server computes the prompt. If a decode server is down, or fails once
 before the client has received a byte, the next one gets the request, and finally a prefill server, which can
-also decode (`cluster/fleet.py` has the rules). If a stream breaks off in the middle, the answer ends with an
+also decode (`cluster/tries.py` has the rules). If a stream breaks off in the middle, the answer ends with an
 error event: it can't be continued, and must not look finished.
 """
 
@@ -28,6 +28,7 @@ from starlette.responses import Response
 
 from stemma.cluster.fleet import Fleet, Outcome
 from stemma.cluster.routers import Ask, Rendezvous
+from stemma.cluster.tries import Tries
 from stemma.errors import ConfigError
 from stemma.server.routing.app import create_proxy_app
 from stemma.server.routing.asking import ask_of, number_of, pooled_ask_of
@@ -129,7 +130,7 @@ class Groups:
         self.num_requests += 1
         body = await read_body(request, content)
         head = (pooled_head_of if request.scope["path"] in POOLED else head_of)(body)[:_GROUP_HEAD]
-        tries = self._groups.tries(Ask((), 1, 1, number_of(head)), is_streamed=False)
+        tries = Tries(self._groups, Ask((), 1, 1, number_of(head)), is_streamed=False)
         answer = nobody_answers()
         while (one := tries.next()) is not None:
             try:

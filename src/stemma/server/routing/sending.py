@@ -13,8 +13,9 @@ import httpx
 import orjson
 from starlette.responses import Response
 
-from stemma.cluster.fleet import Fleet, Outcome, Tries, Try
+from stemma.cluster.fleet import Fleet, Outcome, Try
 from stemma.cluster.routers import Ask
+from stemma.cluster.tries import Tries
 from stemma.server.errors import json_response
 from stemma.server.routing.relay import BINARY_HEADER, NOT_FOUND, Relay, Relayed, nobody_answers
 
@@ -60,7 +61,7 @@ async def send(fleet: Fleet, relay: Relay, ask: Ask, outgoing: Outgoing) -> tupl
 
     And whether servers beyond this fleet may get the request: it was begun once at most, nowhere answered.
     """
-    tries = fleet.tries(ask, is_streamed=outgoing.is_streamed, is_optional=outgoing.is_optional)
+    tries = Tries(fleet, ask, is_streamed=outgoing.is_streamed, is_optional=outgoing.is_optional)
     answer = nobody_answers()
     while (one := tries.next()) is not None:
         try:
