@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-# Threads sleep at barriers: on cores that pytest's processes share, one that spins takes the time of the one that
-# it waits for. Read when torch loads OpenMP's library.
+# Threads sleep at barriers: on cores that processes of pytest share, one that spins takes the time of the one
+# that it waits for. Read when torch loads the library of OpenMP.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import pytest

@@ -28,6 +28,8 @@ ENGINES = (
     *("gemma4_text", "llama4_text", "glm_moe_dsa", "deepseek_v4"),
 )
 """One of each kind of recurrence; windows of another shape, chunks, chosen tokens, entries."""
+SLOW_STEPS = ("llama4_text", "glm_moe_dsa", "deepseek_v4")
+"""Two conversations show in some seconds what three show in twice as many."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_any_schedule(family: str, dtype: str, root: Path) -> None:
 
 @pytest.mark.parametrize("family", ENGINES)
 def test_any_way_of_serving(family: str, root: Path, tmp_path: Path) -> None:
-    check_family(checkpoint(family, root), "float32", tmp_path, 3)
+    check_family(checkpoint(family, root), "float32", tmp_path, 2 if family in SLOW_STEPS else 3)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])

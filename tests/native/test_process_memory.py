@@ -65,7 +65,7 @@ def test_pages_of_a_mapped_file_are_dropped_and_read_again(tmp_path: Path):
 
 def test_a_mapping_that_was_written_to_is_left_alone(tmp_path: Path):
     file = tmp_path / "weights.safetensors"
-    file.write_bytes(b"x" * 8192)
+    file.write_bytes(b"x" * process_memory.LEAST_DROPPED_BYTES)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
         mapped[0] = ord("y")
         process_memory.MappedFiles([file]).drop_pages()

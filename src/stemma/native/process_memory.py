@@ -94,14 +94,19 @@ def large_blocks_apart() -> Iterator[None]:
         mallopt(_M_TRIM_THRESHOLD, _USUAL_TRIM_BYTES)
 
 
+LEAST_DROPPED_BYTES = 16 << 20
+"""Smaller files keep their pages: to look for their mappings after each layer takes longer than the load."""
+
+
 class MappedFiles:
     """Files that this process maps and hasn't written to."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._madvise = _libc_function("madvise")
         self._mappings: set[Mapping] = set()
-        names = {str(file.resolve()) for file in files}
-        if self._madvise is not None and names:
+        paths = [file.resolve() for file in files]
+        if self._madvise is not None and sum(path.stat().st_size for path in paths) >= LEAST_DROPPED_BYTES:
+            names = {str(path) for path in paths}
             smaps = (_PROC / "smaps").read_text(encoding="utf-8", errors="replace")
             self._mappings = clean_mappings(smaps, names)
 

@@ -6,6 +6,7 @@ The interpreter shows that indices, masks and sums are right; it says nothing of
 from __future__ import annotations
 
 from copy import copy
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,29 @@ CASES = {
     "decodes of uneven length": ([150, 3, 65, 1], [1] * 4),
     "drafts, chunks and decodes": ([100, 40, 33, 9], [20, 40, 3, 1]),
 }
+SETTINGS = [
+    (Shape(14, 2, 64), torch.float32, "plain"),
+    (Shape(14, 2, 64), torch.bfloat16, "both"),
+    (Shape(4, 2, 16, block_size=1), torch.float16, "window"),
+    (Shape(8, 2, 80, block_size=64), torch.float32, "soft cap"),
+    (Shape(4, 4, 24, block_size=20), torch.float32, "both"),
+    (Shape(4, 1, 8, block_size=8), torch.float32, "window"),
+]
+
+
+def each_case_and_setting() -> list[Any]:
+    """Return all pairs; those are quick in which each setting stands once, and each case twice."""
+    quick = {(number, number % len(CASES)) for number in range(len(SETTINGS))}
+    return [
+        pytest.param(
+            *setting,
+            case,
+            marks=[] if (i, j) in quick else pytest.mark.slow,
+            id="-".join(map(str, (*setting, case))),
+        )
+        for i, setting in enumerate(SETTINGS)
+        for j, case in enumerate(CASES)
+    ]
 
 
 def on_device(batch: ForwardBatch, kv: DeviceKV) -> tuple[ForwardBatch, DeviceKV]:
@@ -65,19 +89,7 @@ def attend(
     return step.attend(call, *inputs)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    ("shape", "dtype", "way"),
-    [
-        (Shape(14, 2, 64), torch.float32, "plain"),
-        (Shape(14, 2, 64), torch.bfloat16, "both"),
-        (Shape(4, 2, 16, block_size=1), torch.float16, "window"),
-        (Shape(8, 2, 80, block_size=64), torch.float32, "soft cap"),
-        (Shape(4, 4, 24, block_size=20), torch.float32, "both"),
-        (Shape(4, 1, 8, block_size=8), torch.float32, "window"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "dtype", "way", "case"), each_case_and_setting())
 def test_equals_torch(shape: Shape, dtype: torch.dtype, way: str, case: str) -> None:
     """Output and the KV written are those of the torch path, whether contexts are cut or not."""
     batch, kv = on_device(*make_batch(shape, *CASES[case], 0, dtype))
@@ -213,7 +225,9 @@ def test_launch_shapes() -> None:
     assert [split_dim(n) for n in (64, 576, 80, 24, 8)] == [(64, 0), (512, 64), (64, 16), (16, 16), (16, 0)]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "deepseek-v3"))]
+)
 def test_decoders_equal_torch(family: str, load_family) -> None:
     """A whole model: chunks, then decodes through padded, refilled inputs of recorded steps."""
     _, reference = load_family(family, "float32", "torch")
