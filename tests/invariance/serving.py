@@ -137,9 +137,9 @@ def check_family(
         small = {**small_device(llm), "load_when": "always"}
     ways: dict[str, dict[str, Any]] = {
         "device": {"speculation": "off"},
-        "small chunks, two threads": {"max_batch_tokens": 19, "num_threads": 2, "speculation": "off"},
+        "small chunks": {"max_batch_tokens": 19, "speculation": "off"},
         "preempted": {**small, "speculation": "off"},
-        "host": {**small, "host_cache": "8MB", "num_threads": 2},
+        "host, two threads": {**small, "host_cache": "8MB", "num_threads": 2},
         "disk": {**small, "disk_cache": str(folder), "disk_cache_size": "64MB"},
         "disk again": {**small, "disk_cache": str(folder), "disk_cache_size": "64MB"},
         "drafts": {"speculation_adaptive": False, "speculation": "auto"},

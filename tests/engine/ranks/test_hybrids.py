@@ -109,6 +109,7 @@ def test_rejected_drafts_and_siblings_go_back_to_their_states(llm: LLM) -> None:
     llm.engine.check()
 
 
+@pytest.mark.slow  # test_ranks.py restarts two ranks, and above states come back from lower tiers
 def test_a_restart_is_warm(model: Path) -> None:
     settings = SMALL | ROOM | TIERS | {"disk_cache": model.parent / f"{model.name}-restarted"}
     expected: list[tuple[int, float]] = []

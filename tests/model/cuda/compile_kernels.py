@@ -1,8 +1,12 @@
-"""Compiles `attend_kernel` for shapes of real models and prints what each takes, one JSON object a line."""
+"""Compiles `attend_kernel` for shapes of real models and prints what each takes, one JSON object a line.
+
+The argument is the compute capability, e.g. 90.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 
 import triton
@@ -85,7 +89,6 @@ def compile_layer(layer: Layer, num_queries: int, capability: int, part: str = "
         "num_queries": num_queries,
         "part": part,
         "tile": [shape.block_m, shape.block_n],
-        "capability": capability,
         "shared_bytes": kernel.metadata.shared,
         "num_tensor_core_products": ptx.count("wgmma.mma_async") + ptx.count("mma.sync"),
     }
@@ -103,12 +106,12 @@ def compile_reduction(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    for capability in (80, 90):
-        compile_reduction(capability)
-        for layer in LAYERS:
-            for num_queries in (1, NUM_PREFILL):
-                print(json.dumps(compile_layer(layer, num_queries, capability)))
-        print(json.dumps(compile_layer(LATENT, 1, capability)))
-        for layer in (*LAYERS[:2], LATENT):
-            for part in ("prefix", "suffix"):
-                print(json.dumps(compile_layer(layer, NUM_SHARING, capability, part)))
+    capability = int(sys.argv[1])
+    compile_reduction(capability)
+    for layer in LAYERS:
+        for num_queries in (1, NUM_PREFILL):
+            print(json.dumps(compile_layer(layer, num_queries, capability)))
+    print(json.dumps(compile_layer(LATENT, 1, capability)))
+    for layer in (*LAYERS[:2], LATENT):
+        for part in ("prefix", "suffix"):
+            print(json.dumps(compile_layer(layer, NUM_SHARING, capability, part)))
