@@ -34,7 +34,9 @@ def test_a_message_and_its_stream(client: Anthropic) -> None:
     with client.messages.stream(**asked) as stream:
         text = "".join(stream.text_stream)
         last = stream.get_final_message()
-    assert text == whole.content[0].text == last.content[0].text
+    [part] = last.content
+    assert part.type == "text"
+    assert text == whole.content[0].text == part.text
     assert last.usage.output_tokens == 12
     assert (
         last.usage.cache_read_input_tokens
@@ -62,21 +64,18 @@ def test_a_tool_and_its_result(client: Anthropic) -> None:
 
         with client.messages.stream(**asked, messages=ASK) as stream:
             [streamed] = stream.get_final_message().content
-        assert streamed.input["city"] in ("Basel", "Vienna")
+        assert streamed.type == "tool_use"
+        given: Any = streamed.input
+        assert given["city"] in ("Basel", "Vienna")
 
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "241 cm"}]}
-    done = client.messages.create(
-        model="tiny",
-        max_tokens=8,
-        extra_body={"temperature": 0},
-        tools=[TOOL],
-        tool_choice={"type": "none"},
-        messages=[
-            *ASK,
-            {"role": "assistant", "content": answer.content},
-            {"role": "user", "content": [result]},
-        ],
-    )
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
+    last: Any = {"model": "tiny", "max_tokens": 8, "tools": [TOOL], "tool_choice": {"type": "none"}}
+    done = client.messages.create(**last, messages=messages, extra_body={"temperature": 0})
     assert done.content[0].type == "text"
 
 

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI  # noqa: E402
 from openai.types.responses import Response  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
-ASK = [{"role": "user", "content": "Is there a flood in Vienna?"}]
+ASK: Any = [{"role": "user", "content": "Is there a flood in Vienna?"}]
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Basel", "Vienna"]}},
@@ -83,14 +83,16 @@ def test_a_response_with_a_call_and_its_result(client: OpenAI) -> None:
         parallel_tool_calls=False,
     )
     [call] = first.output
-    assert (call.type, call.name) == ("function_call", "level")
+    assert call.type == "function_call"
+    assert call.name == "level"
     assert json.loads(call.arguments)["city"] in ("Basel", "Vienna")
 
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "241 cm"}
     second = client.responses.create(
         model="tiny",
         previous_response_id=first.id,
         instructions="Use tools.",
-        input=[{"type": "function_call_output", "call_id": call.call_id, "output": "241 cm"}],
+        input=[result],
         tools=[TOOL],
         tool_choice="none",
         max_output_tokens=12,

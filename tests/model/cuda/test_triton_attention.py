@@ -5,6 +5,7 @@ The interpreter shows that indices, masks and sums are right; it says nothing of
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from copy import copy
 from typing import Any
 
@@ -120,16 +121,26 @@ SHARED_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", SHARED_CASES)
+SHARED_SETTINGS: list[tuple[Shape, torch.dtype, str, Collection[str]]] = [
+    (Shape(14, 2, 64, block_size=8), torch.float32, "plain", SHARED_CASES),
+    (Shape(14, 2, 64, block_size=8), torch.bfloat16, "soft cap", SHARED_CASES),
+    (Shape(2, 2, 24, block_size=8), torch.float32, "plain", ["more rows than a tile has"]),
+    (Shape(4, 1, 8, block_size=8), torch.float16, "window", []),
+]
+"""Last the cases that are slow."""
+
+
 @pytest.mark.parametrize(
-    ("shape", "dtype", "way"),
+    ("shape", "dtype", "way", "case"),
     [
-        pytest.param(Shape(14, 2, 64, block_size=8), torch.float32, "plain", marks=pytest.mark.slow),
-        pytest.param(Shape(14, 2, 64, block_size=8), torch.bfloat16, "soft cap", marks=pytest.mark.slow),
-        (Shape(2, 2, 24, block_size=8), torch.float32, "plain"),
-        (Shape(4, 1, 8, block_size=8), torch.float16, "window"),
+        pytest.param(
+            *(shape, dtype, way, case),
+            marks=[pytest.mark.slow] * (case in slow),
+            id=f"{shape}-{dtype}-{way}-{case}",
+        )
+        for shape, dtype, way, slow in SHARED_SETTINGS
+        for case in SHARED_CASES
     ],
-    ids=str,
 )
 def test_shared_prefixes_equal_torch(shape: Shape, dtype: torch.dtype, way: str, case: str) -> None:
     """One pass over a group's prefix and one over the rest give what a pass over all gives."""
