@@ -32,7 +32,7 @@ FILES = {
 ODD: list[Any] = [None, True, False, 0, -1, 1, 3, 511, 10**9, 2**31, 2**63, 2**64, 10**40, 0.5, -1e308]
 ODD += ["", "a", "F32", "BPE", "<|im_end|>", "\0", "ü" * 3, "../../etc/passwd", "x" * 100_000, "{{ 1 / 0 }}"]
 ODD += ["{% for i in range(10**9) %}{% endfor %}", [], [1], ["a"], [[]], [0, 2**63], {}, {"a": 1}, {"": []}]
-EXAMPLES = dict.fromkeys(FILES, 30) | {"tokenizer.json": 100}
+EXAMPLES = dict.fromkeys(FILES, 50) | {"tokenizer.json": 200}
 
 
 def places(document: Any, at: Place = ()) -> list[Place]:
