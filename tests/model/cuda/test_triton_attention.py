@@ -32,7 +32,8 @@ from stemma.model.shared_prefix import PrefixGroup, SharedTensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 in_the_interpreter = pytest.mark.skipif(
-    DEVICE == "cuda", reason="its models lie on the CPU; test_engine_on_cuda.py runs whole models on the device"
+    DEVICE == "cuda",
+    reason="its models lie on the CPU; test_engine_on_cuda.py runs whole models on the device",
 )
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 WAYS = {"plain": (None, None), "window": (24, None), "soft cap": (None, 5.0), "both": (24, 5.0)}
