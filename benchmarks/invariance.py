@@ -35,12 +35,14 @@ SMALL_TOKENS, SMALL_STATES, SMALL_STEP = 3400, 24, 512
 """A device for so many tokens, states and tokens of a step: what is asked for again has moved down."""
 
 
-def prompts_of(llm: LLM, texts: Sequence[Path], first: int, num_prompts: int) -> list[list[int]]:
+def prompts_of(
+    llm: LLM, texts: Sequence[Path], first: int, num_prompts: int, num_shared: int
+) -> list[list[int]]:
     """Cut prompts out of texts: each begins somewhere in one of them and ends somewhere else."""
     tokens: list[list[int]] = [
         llm.tokenizer.encode(path.read_text(encoding="utf-8")).tolist() for path in texts
     ]
-    tokens = [one for one in tokens if len(one) > PREFIX_TOKENS + OWN_TOKENS]
+    tokens = [one for one in tokens if len(one) > num_shared + OWN_TOKENS]
     rng = random.Random(0)
 
     def piece(size: int) -> list[int]:
@@ -50,7 +52,7 @@ def prompts_of(llm: LLM, texts: Sequence[Path], first: int, num_prompts: int) ->
 
     prompts: list[list[int]] = []
     while len(prompts) < first + num_prompts:
-        prefix = piece(PREFIX_TOKENS)
+        prefix = piece(num_shared)
         prompts += [prefix + piece(rng.randrange(1, OWN_TOKENS)) for _ in range(NUM_SHARING)]
     return prompts[first : first + num_prompts]
 
@@ -89,12 +91,18 @@ def hybrid_model(family: str, folder: Path) -> Path:
 
 
 def count_differences(
-    model: Path, num_prompts: int, *, first: int = 0, max_tokens: int = 12, texts: Sequence[Path] = TEXTS
+    model: Path,
+    num_prompts: int,
+    *,
+    first: int = 0,
+    num_shared: int = PREFIX_TOKENS,
+    max_tokens: int = 12,
+    texts: Sequence[Path] = TEXTS,
 ) -> dict[str, int]:
     """Return, for each way to serve the prompts, how many of two rounds of answers differ."""
     llm = LLM(model, device="cpu", **NO_CACHE)
     try:
-        prompts = prompts_of(llm, texts, first, num_prompts)
+        prompts = prompts_of(llm, texts, first, num_prompts, num_shared)
         expected = [answer for prompt in prompts for answer in answers(llm, [prompt], max_tokens)]
         small = small_device(llm)
     finally:
@@ -128,6 +136,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a checkpoint; default: the demo's")
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="the first prompt, to count in several runs")
+    parser.add_argument("--shared", type=int, default=PREFIX_TOKENS, help="tokens that five prompts share")
     parser.add_argument("--tokens", type=int, default=12, help="length of an answer")
     parser.add_argument("--text", type=Path, nargs="+", default=TEXTS, help="where prompts are cut from")
     parser.add_argument("--hybrid", help="a model_type with recurrent layers, e.g. qwen3_next")
@@ -141,6 +150,7 @@ def main() -> None:
             model or demo_model().path,
             options.prompts,
             first=options.first,
+            num_shared=options.shared,
             max_tokens=options.tokens,
             texts=options.text,
         )

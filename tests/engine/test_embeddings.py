@@ -11,6 +11,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from stemma import LLM, SamplingParams
 from stemma.errors import InvalidRequest
+from tests import hybrids
 from tests.pooled_checkpoints import PROMPTS, build_embedding, build_reranker
 
 TEXTS = [
@@ -59,6 +60,14 @@ def test_modules_of_transformers_give_the_same(tmp_path: Path) -> None:
     found = LLM(path, **SETTINGS).embed(TEXTS)
     wanted = expected(path, TEXTS, "mean", normalizes=False).numpy()
     np.testing.assert_allclose(np.stack([one.vector for one in found]), wanted, atol=5e-4)
+
+
+def test_a_model_whose_base_has_another_name(tmp_path: Path) -> None:
+    """Llama 4's text model: transformers looks for its base where the model with images has it."""
+    path = tmp_path / "model"
+    hybrids.build("llama4_text", path)
+    found = LLM(path, **SETTINGS, pooling="mean").embed(TEXTS[0])
+    np.testing.assert_allclose(found[0].vector, expected(path, TEXTS[:1], "mean")[0].numpy(), atol=2e-4)
 
 
 def test_the_last_token_uses_the_cache_and_the_mean_does_not(tmp_path: Path) -> None:

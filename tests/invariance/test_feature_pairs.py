@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ comp
 
 SEED = 8
 """Of the default run: with it, what is looked for is there."""
-SEEDS = {"images": 1, "images drafted": 1, "images small": 3}
+SEEDS = {"images": 1, "images drafted": 1, "images small": 3, "chunked attention": 1}
 """By engine, where it is another one."""
 NUM_ASKS = 40
 GROUP = 5
@@ -48,12 +48,13 @@ HYBRID = "qwen3_next"
 SPARSE = "glm_moe_dsa"
 COMPRESSED = "deepseek_v4"
 WINDOWS = "mistral-sliding"
+CHUNKS = "llama4_text"
 HYBRID_MTP = "qwen3_next-mtp"
 IMAGES = "qwen2.5-vl"
 OTHER_FAMILIES = {
     **{"mtp": MTP, "hybrid": HYBRID, "hybrid drafts": HYBRID, "sparse": SPARSE, "windows": WINDOWS},
     **{"images": IMAGES, "images drafted": IMAGES, "images small": IMAGES},
-    **{"hybrid mtp": HYBRID_MTP, "compressed": COMPRESSED},
+    **{"hybrid mtp": HYBRID_MTP, "compressed": COMPRESSED, "chunked attention": CHUNKS},
 }
 """By engine; the others have a Qwen2."""
 LEFT_OUT = {"no adapters": "adapter", "small": "pinned", "images small": "pinned"}
@@ -80,13 +81,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     "sparse": {"speculation": "auto", "max_batch_tokens": 120},
     "windows": {"speculation": "auto", "max_batch_tokens": 120},
     "compressed": {"speculation": "auto", "max_batch_tokens": 120},
+    "chunked attention": {"speculation": "auto", "max_batch_tokens": 120},
     "hybrid mtp": {"block_size": 16, "speculation": "mtp"},
     "images": {"overlap_schedule": "on"},
     "images drafted": {"speculation": "auto", "max_batch_tokens": 120, "image_cache": "0B"},
     "images small": {"kv_cache_memory": "56kB", "host_cache": "1MB", "load_when": "always"},
 }
 """Settings of engines, beside those of `BASE`."""
-SLOW = {"compressed"}
+SLOW = {"compressed", "chunked attention"}
 """Left to `make test-all`."""
 SOURCES = {
     "no adapters": {"prompt_lookup"},
@@ -98,6 +100,7 @@ SOURCES = {
     "sparse": {"tree"},
     "windows": {"tree"},
     "compressed": {"tree"},
+    "chunked attention": {"tree"},
     "hybrid mtp": {"mtp", "grammar"},
     "images drafted": {"tree"},
 }
@@ -122,7 +125,7 @@ class Workshop:
                 (path / "generation_config.json").write_text(json.dumps(ends))
             elif family == HYBRID_MTP:
                 hybrids.build_mtp(path, generation=ends)
-            elif family in (HYBRID, SPARSE, COMPRESSED):
+            elif family in (HYBRID, SPARSE, COMPRESSED, CHUNKS):
                 hybrids.build(family, path, generation=ends)
             else:
                 build_mtp(path, generation=ends) if family == MTP else build(family, path, generation=ends)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.checkpoints import CONFIGS
@@ -142,3 +146,33 @@ def test_dense_models_never_look_at_values(family: str) -> None:
             input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=torch.arange(4), **step
         )
     assert output.logits.shape[:2] == (1, 4)
+
+
+def test_a_recorded_step_lives_as_long_as_its_graph() -> None:
+    """A real recording holds addresses, not tensors: of a step that is gone it would read whatever lies there."""
+
+    class Step:
+        pass
+
+    class Addresses:
+        def record(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            output = run()
+            return lambda: output
+
+    made: list[weakref.ref[Step]] = []
+
+    def make(tensors: StepTensors, kv: DeviceKV) -> Step:
+        step = Step()
+        made.append(weakref.ref(step))
+        return step
+
+    def run(batch: ForwardBatch, step: Step) -> torch.Tensor:
+        return torch.zeros(len(batch.logits_rows), 6)
+
+    kv = DeviceKV(KVLayout(1, 2, BLOCK_SIZE, 1, 2, "float32"), 2)
+    decoder = GraphDecoder(EagerSpy(), run, make, Addresses(), max_context=12)
+    decoder.forward(decodes(2), kv)
+    gc.collect()
+    assert [step() is not None for step in made] == [True]
+    decoder.forward(decodes(2), kv)
+    assert len(made) == 1

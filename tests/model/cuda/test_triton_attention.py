@@ -33,6 +33,10 @@ from stemma.model.paged import AttentionStep
 from stemma.model.shared_prefix import PrefixGroup, SharedTensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+in_the_interpreter = pytest.mark.skipif(
+    DEVICE == "cuda",
+    reason="its models lie on the CPU; test_engine_on_cuda.py runs whole models on the device",
+)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 WAYS = {"plain": (None, None), "window": (24, None), "soft cap": (None, 5.0), "both": (24, 5.0)}
 CASES = {
@@ -236,6 +240,7 @@ def test_launch_shapes() -> None:
     assert [split_dim(n) for n in (64, 576, 80, 24, 8)] == [(64, 0), (512, 64), (64, 16), (16, 16), (16, 0)]
 
 
+@in_the_interpreter
 @pytest.mark.parametrize(
     "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "deepseek-v3"))]
 )
@@ -260,6 +265,7 @@ def test_decoders_equal_torch(family: str, load_family) -> None:
         torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-3)
 
 
+@in_the_interpreter
 @pytest.mark.slow  # the interpreter takes two minutes; the parts of it run above
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "deepseek-v3"])
 def test_decoders_share_prefixes(family: str, load_family, monkeypatch) -> None:

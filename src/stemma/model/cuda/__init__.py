@@ -1,1 +1,1 @@
-"""How a model runs on CUDA: Triton kernels and CUDA graphs. Written, not yet run on a GPU."""
+"""How a model runs on CUDA: Triton kernels and CUDA graphs. Run once, on an H100."""

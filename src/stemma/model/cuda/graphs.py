@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -46,7 +47,8 @@ class GraphRecorder(Protocol):
     def record(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Record the work of `run` without executing it; return a function that replays it into one tensor.
 
-        Raises RuntimeError if it can't be recorded.
+        What `run` reads must live as long as the recording, which holds addresses alone. Raises RuntimeError
+        if it can't be recorded.
         """
 
 
@@ -69,6 +71,15 @@ class CudaGraphRecorder:
             return output
 
         return replay
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A recorded step."""
+
+    replay: Callable[[], torch.Tensor]
+    step: StepContext
+    """Owns tensors that the recorded kernels read."""
 
 
 class DecodeInputs:
@@ -155,7 +166,7 @@ class GraphDecoder:
         self._max_context = max_context
         self._kv: DeviceKV | None = None
         self._inputs: DecodeInputs | None = None
-        self._replays: dict[tuple[int, bool], Callable[[], torch.Tensor]] = {}
+        self._recordings: dict[tuple[int, bool], Recording] = {}
         """By bucket, and whether prefixes are shared."""
         self.is_enabled = True
         """False once a step couldn't be recorded."""
@@ -163,7 +174,7 @@ class GraphDecoder:
     @property
     def recorded(self) -> tuple[int, ...]:
         """Buckets that have a graph, in the order they were recorded."""
-        return tuple(bucket for bucket, _ in self._replays)
+        return tuple(bucket for bucket, _ in self._recordings)
 
     def adaptable(self) -> Mapping[str, LinearShape]:
         """Return the linear layers that adapters may add to, by their names in transformers."""
@@ -184,8 +195,11 @@ class GraphDecoder:
         block_size = kv.layout.block_size
         groups = find_groups(batch, block_size)
         inputs.fill(batch, bucket, groups, block_size)
-        replay = self._replays.get((bucket, bool(groups)))
-        logits = replay() if replay is not None else self._first(bucket, inputs, kv, has_groups=bool(groups))
+        recording = self._recordings.get((bucket, bool(groups)))
+        if recording is None:
+            logits = self._first(bucket, inputs, kv, has_groups=bool(groups))
+        else:
+            logits = recording.replay()
         return logits[: batch.num_seqs]
 
     def _bucket(self, batch: ForwardBatch) -> int | None:
@@ -206,7 +220,7 @@ class GraphDecoder:
         if self._inputs is None or self._kv is not kv:
             max_blocks = -(-self._max_context // kv.layout.block_size)
             self._kv, self._inputs = kv, DecodeInputs(BUCKETS[-1], max_blocks, kv.device)
-            self._replays.clear()
+            self._recordings.clear()
         return self._inputs
 
     def _first(self, bucket: int, inputs: DecodeInputs, kv: DeviceKV, *, has_groups: bool) -> torch.Tensor:
@@ -215,9 +229,11 @@ class GraphDecoder:
         batch, step = inputs.batch(bucket), self._make_step(tensors, kv)
         logits = self._run(batch, step)
         try:
-            self._replays[bucket, has_groups] = self._recorder.record(lambda: self._run(batch, step))
+            replay = self._recorder.record(lambda: self._run(batch, step))
         except RuntimeError as error:
             self.is_enabled = False
-            self._replays.clear()
+            self._recordings.clear()
             logger.warning("decode steps of this model can't be recorded as CUDA graphs: %s", error)
+        else:
+            self._recordings[bucket, has_groups] = Recording(replay, step)
         return logits

@@ -95,7 +95,7 @@ class ModuleDecoder:
         def keep(_module: Any, _inputs: Any, output: Any) -> None:
             batch.hidden = output.last_hidden_state[0]
 
-        handle = self._hf.base_model.register_forward_hook(keep)
+        handle = _below_head(self._hf).register_forward_hook(keep)
         try:
             yield
         finally:
@@ -148,3 +148,10 @@ class ModuleDecoder:
         states = ProbedStates(self._recurrence, num_tokens) if self._is_recurrent else None
         with self.operations or nullcontext(), running(states):
             self._run(torch.zeros_like(positions), positions, positions[-1:], probe or AttentionProbe())
+
+
+def _below_head(hf_model: Any) -> Any:
+    """Return the module whose output holds the last hidden states of all tokens."""
+    base = hf_model.base_model
+    # Llama 4's text model names its base as the model with images does, so transformers finds none.
+    return hf_model.model if base is hf_model else base

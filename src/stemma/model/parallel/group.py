@@ -44,7 +44,7 @@ class RankGroup:
     """All ranks of a model, from one of them. Its methods are collective: each rank calls them in turn.
 
     Those that divide the model are one group, those that divide the tokens another. On CPU the ranks talk by
-    gloo, over loopback. On CUDA by NCCL: written, not yet run on a GPU.
+    gloo, over loopback. On CUDA by NCCL: written, never run.
     """
 
     def __init__(self, share: Share, meeting_file: Path, device_type: str) -> None:
