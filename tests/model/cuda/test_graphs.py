@@ -149,7 +149,7 @@ def test_dense_models_never_look_at_values(family: str) -> None:
 
 
 def test_a_recorded_step_lives_as_long_as_its_graph() -> None:
-    """A real recording holds addresses, not tensors: of a step that is gone it would read what lies there now."""
+    """A real recording holds addresses, not tensors: of a step that is gone it would read what lies there."""
 
     class Step:
         pass
