@@ -165,7 +165,8 @@ def build(
         if not hasattr(config, name):
             raise AttributeError(f"{type(config).__name__} has no field {name}")
         setattr(config, name, value)
-    return save_checkpoint(make_model(config, seed).to(dtype), tokenizer(), path, generation)
+    model: Any = make_model(config, seed)
+    return save_checkpoint(model.to(dtype), tokenizer(), path, generation)
 
 
 def build_masked_lm(path: Path) -> Path:

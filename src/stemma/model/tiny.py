@@ -67,7 +67,7 @@ def build_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
     return fast
 
 
-def randomize(model: PreTrainedModel, seed: int, std: float = WEIGHT_STD) -> None:
+def randomize(model: torch.nn.Module, seed: int, std: float = WEIGHT_STD) -> None:
     """Fill a model with seeded noise: matrices N(0, std), vectors (norms, biases) their value plus noise."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
