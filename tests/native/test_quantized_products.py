@@ -125,6 +125,63 @@ def test_all_ways_to_multiply_bytes_give_the_same_bits(kernels: Kernels, bits: i
         kernels.byte_dots()
 
 
+TABLES = {
+    "mxfp4": [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12],
+    "iq4": [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
+    "31 apart": [-16, *[0] * 14, 15],
+    "32 apart": [-16, *[0] * 14, 16],
+    "all of int8": [-128, *[0] * 14, 127],
+    "positive": [100, *[110] * 14, 127],
+}
+
+
+def assert_exact(kernels: Kernels, weight: QuantizedWeight, x: torch.Tensor) -> None:
+    """Products with scales of one are integers that float32 holds: they must be met exactly."""
+    codes = weight.codes if weight.levels is None else weight.levels[weight.codes.int()]
+    wanted = x.long() @ codes.long().T
+    assert wanted.abs().max() < 1 << 24
+    product = PackedProduct(kernels, [weight], None, torch.float32)
+    for rows in (1, 2, 3, 5, 6, 13, 40):
+        assert torch.equal(product(x[:rows]).long(), wanted[:rows])
+
+
+def extreme(shape: tuple[int, int], lowest: int, highest: int, generator: torch.Generator) -> torch.Tensor:
+    """Rows of only the one, only the other, and both mixed."""
+    values = torch.where(torch.rand(shape, generator=generator) < 0.5, lowest, highest)
+    values[0::4] = lowest
+    values[1::4] = highest
+    return values
+
+
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s is not ActivationScheme.NONE])
+@pytest.mark.parametrize("group_size", [16, 32, 40, 128, 320, 640])
+@pytest.mark.parametrize("bits", [8, 6, 5, 4, *TABLES])
+def test_sums_of_extreme_codes_and_inputs_are_exact(
+    dots: Kernels, bits: int | str, group_size: int, scheme: ActivationScheme
+) -> None:
+    """No sum of products leaves the integers that hold it, whatever way the processor multiplies bytes."""
+    k = 640
+    generator = torch.Generator().manual_seed(group_size)
+    levels = torch.tensor(TABLES[bits], dtype=torch.int8) if isinstance(bits, str) else None
+    width = 4 if isinstance(bits, str) else bits
+    lowest, highest = (0, 15) if levels is not None else (-(1 << (width - 1)), (1 << (width - 1)) - 1)
+    if levels is not None:
+        lowest, highest = int(levels.argmin()), int(levels.argmax())
+    static = scheme is ActivationScheme.STATIC_TENSOR
+    weight = QuantizedWeight(
+        codes=extreme((100, k), lowest, highest, generator).to(torch.int8),
+        scales=torch.ones(100, k // group_size),
+        zero_points=None,
+        bits=width,
+        group_size=group_size,
+        activations=scheme,
+        activation_scale=1.0 if static else None,
+        is_unsigned=levels is not None,
+        levels=levels,
+    )
+    assert_exact(dots, weight, extreme((40, k), -128 if static else -127, 127, generator).float())
+
+
 @pytest.mark.parametrize("bits", [8, 6, 5, 4])
 @pytest.mark.parametrize("group_size", [16, 32, 40, 128, 1280])
 def test_inputs_as_they_are_meet_exact_codes(kernels: Kernels, group_size: int, bits: int) -> None:

@@ -125,6 +125,12 @@ static inline __attribute__((always_inline)) void add_eights(v16f (&sum)[R][J], 
     }
 }
 
+// Apart from the sums: where these fill the registers, scales of either form would drive them out.
+template <int R, int J>
+static __attribute__((noinline)) void add_scaled_apart(const CodeRun& run, int64_t g, const v16f (&sum)[R][J]) {
+    add_scaled_group<R, J>(run, g, [&](int r, int j) { return sum[r][j]; });
+}
+
 template <class K, int BITS, int R, int J>
 static void run_code_groups(const CodeRun& run) {
     const char *codes = run.codes, *x = run.x;
@@ -142,6 +148,8 @@ static void run_code_groups(const CodeRun& run) {
 #pragma GCC unroll 4
                 for (int j = 0; j < J; j++) store(run.partial + r * STRIP + 16 * j, sum[r][j]);
             }
+        } else if constexpr (NATIVE == 8 && R > 4) {
+            add_scaled_apart(run, g, sum);
         } else {
             add_scaled_group<R, J>(run, g, [&](int r, int j) { return sum[r][j]; });
         }

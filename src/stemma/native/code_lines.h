@@ -23,12 +23,13 @@ constexpr int LOOKED_UP = 16;  // in place of the bits of codes: four, which are
 // The levels of a weight as products take them; nothing if it has none.
 struct Levels {
     alignas(64) uint16_t pairs[32] = {};  // bf16, twice: the fifth bit of an index may be anything
-    alignas(64) uint8_t bytes[64] = {};   // level + 128, in each 16 bytes
+    alignas(64) uint8_t bytes[64] = {};   // level + middle, in each 16 bytes
+    int32_t middle;
 
-    explicit Levels(const Strips& w) {
+    explicit Levels(const Strips& w) : middle(w.codes.middle) {
         if (w.codes.levels == nullptr) return;
         for (int i = 0; i < 32; i++) pairs[i] = from_float<bf16>(float(w.codes.levels[i % 16])).bits;
-        for (int i = 0; i < 64; i++) bytes[i] = uint8_t(w.codes.levels[i % 16] + 128);
+        for (int i = 0; i < 64; i++) bytes[i] = uint8_t(w.codes.levels[i % 16] + middle);
     }
     // Of four indices below 16 in each 32 bits.
     v16u bytes_of(v16u indices) const {
@@ -92,7 +93,7 @@ struct Eight {
     v16f single(int k, int part) const {
         if constexpr (IS_BYTES) {
             const v16u bytes = (step(k % 2) >> (16 * part + 8 * (k / 2))) & 0xFFu;
-            return to_floats(as_int(as_float(bytes)) - (BITS == 8 ? 0 : 128));
+            return to_floats(as_int(as_float(bytes)) - (BITS == 8 ? 0 : levels->middle));
         }
         const v16u bits = pair(k);
         return as_float(part == 0 ? bits << 16 : bits & 0xFFFF0000u);

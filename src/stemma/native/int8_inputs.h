@@ -35,8 +35,26 @@ static bool has_byte_dots() {
     return false;
 #endif
 }
-// Codes are bytes for byte dots and tiles; else 16 bits, in pairs of inputs (0, 2) and (1, 3) of a step.
-static inline bool inputs_are_bytes() { return STEMMA_AMX || has_byte_dots(); }
+// Whether pairs of products of bytes can be added in 16 bits (VPMADDUBSW, which saturates).
+#if STEMMA_AVX512 || defined(__AVX2__)
+#define STEMMA_NARROW 1
+#else
+#define STEMMA_NARROW 0
+#endif
+// How many steps' pairs are added in 16 bits: for codes below 2^bits and inputs down to -128 no sum leaves them.
+// 0: not even one's.
+constexpr int narrow_steps(int bits) { return !STEMMA_NARROW || bits > 7 ? 0 : 1 << (7 - bits); }
+// Of the bytes that codes become.
+static inline int bits_of_bytes(const Strips& w) {
+    if (w.codes.levels == nullptr) return w.codes.bits;
+    int most = 0;
+    for (int i = 0; i < 16; i++) most = std::max(most, w.codes.levels[i] + w.codes.middle);
+    return most < 32 ? 5 : 8;
+}
+// Inputs are bytes for byte dots, tiles and sums in 16 bits; else 16 bits, in pairs of inputs (0, 2) and (1, 3) of a step.
+static inline bool inputs_are_bytes(const Strips& w) {
+    return STEMMA_AMX || has_byte_dots() || narrow_steps(bits_of_bytes(w)) > 0;
+}
 
 // What byte dots take off a weight's byte: SDOT wants signed ones; USDOT and x86's instruction take them as they are.
 #if STEMMA_NEON && !defined(__ARM_FEATURE_MATMUL_INT8)
@@ -52,7 +70,7 @@ struct Int8Layout {
     explicit Int8Layout(const Strips& w) {
         const GroupLayout g(w);
         // A tile takes 64 inputs: a group is filled up with zeros.
-        group_bytes = inputs_are_bytes() ? g.steps * 4 : g.steps * 8;
+        group_bytes = inputs_are_bytes(w) ? g.steps * 4 : g.steps * 8;
         if (STEMMA_AMX) group_bytes = (group_bytes + 63) / 64 * 64;
         starts_at = (g.count * group_bytes + 16 * 2 + 63) / 64 * 64;  // a vector's codes may reach beyond the last group
         sums_at = starts_at + g.count * 4;
@@ -115,7 +133,7 @@ template <class T>
 static void quantize_row(const T* x, const Strips& w, char* row) {
     const GroupLayout g(w);
     const Int8Layout layout(w);
-    const bool bytes = inputs_are_bytes(), is_static = w.codes.activations == 2;
+    const bool bytes = inputs_are_bytes(w), is_static = w.codes.activations == 2;
     const int64_t group = w.codes.group, vector_bytes = bytes ? LANES : 2 * LANES;
     const int middle = w.codes.middle - (bytes ? BYTES_SHIFTED : 0);
     const v16f magic = splat(12582912.0f), zero = splat(float(w.codes.input_zero));  // 1.5 * 2^23 rounds

@@ -30,7 +30,13 @@ struct Int8Piece {
         run.acc = acc, run.first = true;
         with_bits(w.codes, [&](auto bits) {
             constexpr int BITS = decltype(bits)::value;
-            has_byte_dots() ? run_with<ByteDot, BITS>(run, true) : run_with<PairwiseDot, BITS>(run, false);
+            if (has_byte_dots()) return run_with<ByteDot, BITS>(run, true);
+#if STEMMA_NARROW
+            constexpr int STEPS = narrow_steps(BITS == LOOKED_UP ? 5 : BITS);
+            if constexpr (STEPS > 0)
+                if (inputs_are_bytes(w)) return run_with<NarrowDot<STEPS>, BITS>(run, false);
+#endif
+            run_with<PairwiseDot, BITS>(run, false);
         });
     }
 
@@ -40,12 +46,12 @@ struct Int8Piece {
         if (STEMMA_AMX && (rows >= 16 || !bytes)) {
             const TileShape shape(16, int(std::min<int64_t>(STEPS_OF_TILE, run.steps)));
             by_chunks<BITS>(run, BITS != 8, [&](const GroupRun& part) { on_tiles(part, lines, rows); });
-        } else if (rows <= GROUP) {  // memory is the limit: weights pass once, as they lie
+        } else if (rows <= GROUP && lines_at_once(rows, lines) == lines) {  // memory is the limit: weights pass once, as they lie
             run_lines<D, BITS>(lines, rows, run, true);
         } else if (BITS != 8 && rows <= FEW_ROWS) {
             by_chunks<BITS>(run, false, [&](const GroupRun& part) { run_lines<D, BITS>(lines, rows, part, true); });
         } else {
-            by_chunks<BITS>(run, BITS != 8, [&](const GroupRun& part) { run_lines<D, 8>(lines, rows, part, true); });
+            by_chunks<BITS>(run, BITS != 8, [&](const GroupRun& part) { run_lines<D, 8>(lines, rows, part, BITS == 8); });
         }
     }
 
@@ -55,7 +61,7 @@ struct Int8Piece {
     void by_chunks(const GroupRun& whole, bool unpacks, F&& body) {
         alignas(64) int32_t partial[BLOCK_ROWS * STRIP];
         alignas(64) char unpacked[CHUNK_STEPS * STEP_BYTES + PAST_CODES];
-        const int64_t code_bytes = inputs_are_bytes() ? 4 : 8, groups = std::max<int64_t>(1, CHUNK_STEPS / whole.steps);
+        const int64_t code_bytes = inputs_are_bytes(w) ? 4 : 8, groups = std::max<int64_t>(1, CHUNK_STEPS / whole.steps);
         constexpr int64_t STEPS_TOGETHER = 2 * Eight<BITS>::TOGETHER;
         for (int64_t g = 0; g < whole.count; g += groups) {
             GroupRun run = whole;

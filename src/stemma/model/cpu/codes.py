@@ -92,7 +92,7 @@ class PackedCodes:
 def _middle(weight: QuantizedWeight, bits: int) -> int:
     """Return what is added to a code, or to the level it stands for, so that it isn't negative."""
     if weight.levels is not None:
-        return 128
+        return -int(weight.levels.min())
     return 0 if weight.is_unsigned else 1 << (bits - 1)
 
 
