@@ -106,7 +106,9 @@ class TraceCache:
         """Return how many leading blocks of `chain` are held. Read-only."""
         return self._index.match(DEFAULT_NAMESPACE, chain).num_tokens
 
-    def serve(self, chain: BlockIds, now: float, conclusion: Conclusion = NO_CONCLUSION, session: int = 0) -> int:
+    def serve(
+        self, chain: BlockIds, now: float, conclusion: Conclusion = NO_CONCLUSION, session: int = 0
+    ) -> int:
         """Look up `chain` (dense ids of the trace), use the hits, enter the rest; return the hit blocks."""
         index = self._index
         match = index.match(DEFAULT_NAMESPACE, chain)
@@ -126,7 +128,9 @@ class TraceCache:
 
     def _traits(self, chain: BlockIds, session: int) -> BlockTraits:
         fingerprints: Fingerprints = chain.astype(np.uint64)
-        return BlockTraits(fingerprints, None if self._costs is None else self._costs[: len(chain)], session=session)
+        return BlockTraits(
+            fingerprints, None if self._costs is None else self._costs[: len(chain)], session=session
+        )
 
     def _take(self, num_blocks: int) -> BlockIds:
         """Return ids of slots that hold nothing; slots are reused so that ids stay dense."""
@@ -174,7 +178,7 @@ def replay(
     reported = 0
     for request, now in enumerate(trace.timestamps_s.tolist()):
         chain = ids[offsets[request] : offsets[request + 1]]
-        hits[request] = cache.serve(chain, now, trace.conclusion_of(request), trace.sessions.item(request) + 1)
+        hits[request] = cache.serve(chain, now, trace.conclusion_of(request), trace.session_of(request))
         if progress is not None and request - reported >= 200:
             progress(request - reported)
             reported = request

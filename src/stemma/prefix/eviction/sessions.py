@@ -126,7 +126,9 @@ class Sessions:
         left = self._table.left()
         if len(left):
             table = self._table
-            self._expect(table.classes[left], table.used_s[left], table.left_s[left], table.weights[left], now)
+            self._expect(
+                table.classes[left], table.used_s[left], table.left_s[left], table.weights[left], now
+            )
         self._trust.judge(self._model.prior_weight, now)
         self._judged_s = now
         ratio = self._trust.factor(0)
