@@ -1,4 +1,4 @@
-"""What the hazard policy makes of the names of conversations: learned, bounded, and nothing before it is sure."""
+"""What the hazard policy makes of names of conversations: learned, bounded, nothing before it is sure."""
 
 import tracemalloc
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.lab.sessions import branching_trace, hits, renamed
 
 from stemma.prefix.eviction.hazard import HazardPolicy
 from stemma.prefix.eviction.policy import BlockTraits
@@ -15,7 +16,6 @@ from stemma.prefix.eviction.reuse_trust import ReuseTrust
 from stemma.prefix.eviction.sessions import RESERVED_BYTES, SessionNumbers, Sessions
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.prefix.radix import RadixIndex
-from tests.lab.sessions import branching_trace, hits, renamed
 
 Prompts = list[tuple[list[int], int]]
 
@@ -117,7 +117,7 @@ def test_any_names_on_any_prompts_leave_the_index_whole(prompts: Prompts, capaci
     index = RadixIndex(1, policy)
     free = list(range(200))[::-1]
     for number, (tokens, session) in enumerate(prompts):
-        policy._sessions.factor = (0.1, 1.0, 3.0)[number % 3]
+        policy._sessions.factor = (0.1, 1.0, 3.0)[number % 3]  # noqa: SLF001 - hundreds of prompts teach it
         now, chain = float(number), np.array(tokens, dtype=np.int32)
         found = index.match(DEFAULT_NAMESPACE, chain)
         index.touch(found.block_ids, now)

@@ -454,7 +454,7 @@ class Scheduler:
                 prefilling.append(sequence)
 
     def _session_of(self, request: GenerationRequest) -> int:
-        """Return the number of the session, 0 where a request isn't one turn of it: of its answers one goes on."""
+        """Return the number of its session, 0 if it isn't one turn: of several answers one goes on."""
         is_turn = request.params.n == 1 and not request.is_continuation
         return self._session_numbers.number_of(request.namespace, request.session) if is_turn else 0
 

@@ -202,7 +202,8 @@ class PrefixCache:
         is no room now. `max_cached`: take no more tokens than that, from the device alone, because the rest
         is to be computed whatever is cached. Without `is_use`, policies learn nothing of it: nobody has
         come back to these blocks. `session`: number of the conversation that the prompt continues, as its
-        client says, for the device's policy; 0: it says nothing. `is_ahead`: nor has anybody asked for what is loaded.
+        client says, for the device's policy; 0: it says nothing. `is_ahead`: nor has anybody asked for what
+        is loaded.
         """
         self._leased.free_loaded()
         make = partial(

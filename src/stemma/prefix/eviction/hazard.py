@@ -57,7 +57,7 @@ _MAX_OPEN_PROMPTS = 1024
 _MIN_STALE = 4096
 _MAX_DROPPED = 1 << 14
 """Dropped lifetimes kept one by one (130 bytes each); beyond, they are counted before the next fit."""
-_GHOST_BYTES = 150
+_GHOST_BYTES = 162
 _UNCOUNTED_BYTES = 8 * 2**20
 _LEFT = NUM_CLASSES * MAX_HINTS
 """Added to the queue of a block that its session left."""
@@ -77,7 +77,7 @@ class HazardPolicy(StampedPolicy):
         self._records = RecordTable(max_ghosts)
         self._record_of: Int32 = np.zeros(len(self._stamps), dtype=np.int32)
         self._prompts: OrderedDict[int, tuple[Int32, int, int]] = OrderedDict()
-        """Last block of a prompt being entered -> its chain of records, the level of its pause, its number."""
+        """Last block of a prompt being entered -> its chain of records, the level of its pause, number."""
         self._model = ReuseModel()
         self._paces = ToolPaces()
         self._trust = ReuseTrust(HINT_CLAIMS)
@@ -100,7 +100,7 @@ class HazardPolicy(StampedPolicy):
         self._live: dict[int, int] = {}
         """Candidate -> its entry in its queue: ``stamp << 32 | block``."""
         self._queues: dict[int, tuple[list[int], list[int]]] = {}
-        """Class, hints and whether it is left -> heap of entries (oldest first) and stack of entries (newest last)."""
+        """Class, hints, left or not -> heap of entries (oldest first) and stack of entries (newest last)."""
         self._num_entries = 0
         self._ends: list[tuple[float, int, int]] = []
         """Heap of (rank, entry, queue) with the ends of all queues; stale entries are skipped."""
@@ -118,7 +118,8 @@ class HazardPolicy(StampedPolicy):
     def reserved_bytes(self, num_blocks: int) -> int:
         """Includes records of evicted blocks, and lifetimes that are not counted yet."""
         ghosts = max_ghosts_beside(num_blocks, self._max_ghosts)
-        return super().reserved_bytes(num_blocks) + _GHOST_BYTES * ghosts + _UNCOUNTED_BYTES + RESERVED_BYTES
+        fixed = _UNCOUNTED_BYTES + RESERVED_BYTES
+        return super().reserved_bytes(num_blocks) + _GHOST_BYTES * ghosts + fixed
 
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
         """Enter blocks; those remembered from before their eviction end a lifetime here."""

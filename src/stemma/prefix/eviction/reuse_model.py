@@ -176,7 +176,7 @@ class ReuseModel:
         return np.asarray(before + self._hazards[rows][inverse, bins] * (ages_s - AGE_EDGES_S[bins]))
 
     def expected_between(self, classes: Int32, from_s: Float64, to_s: Float64) -> Float64:
-        """Return the sum of the hazards of blocks from one age to another, 0 if that is less; the same shape."""
+        """Return the sum of the hazards of blocks from one age to a later one, else 0; the same shape."""
         until = self.expected_reuses(classes, np.maximum(to_s, 0.0))
         return np.maximum(until - self.expected_reuses(classes, np.maximum(from_s, 0.0)), 0.0)
 

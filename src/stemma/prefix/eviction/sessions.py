@@ -1,12 +1,12 @@
 """Sessions: which branches a conversation has left, and what that is worth.
 
-Clients name their conversations. Where a later prompt of a session shares only a beginning with the one before
-(history that was edited or compacted), the rest of that one is *left*, unless somebody else uses it. The tree
-can't tell this from a branch whose next turn is still to come.
+Clients name their conversations. Where a later prompt of a session shares only a beginning with the one
+before (history that was edited or compacted), the rest of that one is *left*, unless somebody else uses it.
+The tree can't tell this from a branch whose next turn is still to come.
 
 Names are what clients send: the same for all requests, another for each, or millions of them. So they arrive
-as keyed numbers, few are remembered, and being left has no effect before the traffic has shown that it has one:
-reuses of left blocks against those that their classes let expect (`reuse_trust.py`), of a sample.
+as keyed numbers, few are remembered, and being left has no effect before the traffic has shown one: reuses of
+left blocks against those that their classes let expect (`reuse_trust.py`), of a sample.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ _HEADERS: tuple[tuple[str, ...], ...] = (
     ("session_id",),
     ("x-session-id",),
 )
-"""The first that is there counts, with what stands beside it: Claude Code's agents share its session. The next
-two are Codex's, the last is OpenCode's."""
+"""The first that is there counts, with what stands beside it: Claude Code's agents share its session. The
+next two are Codex's, the last is OpenCode's."""
 
 
 def with_session(request: Request, requests: Sequence[GenerationRequest]) -> Sequence[GenerationRequest]:
