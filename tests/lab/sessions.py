@@ -21,7 +21,8 @@ def branching_trace(num_sessions: int = 220, span_s: float = 6000.0, seed: int =
     requests: list[TraceRequest] = []
     next_id = 0
     for session, start in enumerate(np.sort(rng.uniform(0.0, span_s, num_sessions)).tolist()):
-        now, chain = start, []
+        now = start
+        chain: list[int] = []
         for _ in range(int(rng.integers(6, 31))):
             if len(chain) > 8 and rng.random() < 0.5:
                 del chain[2:]

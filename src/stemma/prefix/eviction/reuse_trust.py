@@ -1,9 +1,9 @@
 """ReuseTrust: what is said of blocks, by clients or by the names of their sessions, and what it is worth.
 
-It claims that such blocks come back more, or less, often than others of their class, by a factor.
-That claim is where this begins. What follows counts: reuses of such blocks over the reuses that their classes'
-hazards let expect (the standardised mortality ratio of life tables, with a gamma prior around the claim).
-So what the traffic refutes loses its effect, and what it bears out keeps it.
+It claims that such blocks come back more, or less, often than others of their class, by a factor. That claim
+is where this begins. What follows counts: reuses of such blocks over the reuses that their classes' hazards
+let expect (the standardised mortality ratio of life tables, with a gamma prior around the claim). So what the
+traffic refutes loses its effect, and what it bears out keeps it.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Sessions:
         if before is None or before.number == number:
             return _NO_RECORDS
         table = self._table
-        left = before.chain[table.users[before.chain] == before.number]
+        left: Int32 = before.chain[table.users[before.chain] == before.number]
         sampled = left[(table.prints[left] * _MULTIPLIER) >> _SAMPLE_SHIFT == 0]
         if len(sampled):
             table.has_left = True
