@@ -537,7 +537,7 @@ async def test_a_session_reaches_the_policy_as_a_number(engine, monkeypatch):
         insert(policy, block_ids, now, traits)
 
     monkeypatch.setattr(HazardPolicy, "insert", noted)
-    found = {}
+    found: dict[tuple[str, int], set[int]] = {}
     for seed, (name, n) in enumerate((("mine", 1), ("mine", 1), ("yours", 1), ("", 1), ("mine", 2))):
         told.clear()
         one = request("s", prompt(70 + seed, 40))
