@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import chain, pairwise
 from queue import SimpleQueue
 
@@ -26,6 +27,7 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, RateLimited, ShuttingDown
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.causal_lm import CausalLM
+from stemma.prefix.eviction.hazard import HazardPolicy
 from stemma.prefix.keys import Namespace
 from stemma.types import FinishReason, Tier
 from tests.engine.generating import collect, request
@@ -523,3 +525,25 @@ async def test_a_grammar_is_compiled_in_time_though_those_of_another_tenant_wait
     assert all(isinstance(one, RateLimited) for one in refused), refused
     assert 1 <= len(refused) <= 4
     engine.close()
+
+
+async def test_a_session_reaches_the_policy_as_a_number(engine, monkeypatch):
+    """One session has one number, and several answers to one prompt have none."""
+    told: list[int] = []
+    insert = HazardPolicy.insert
+
+    def noted(policy, block_ids, now, traits):
+        told.append(traits.session)
+        insert(policy, block_ids, now, traits)
+
+    monkeypatch.setattr(HazardPolicy, "insert", noted)
+    found: dict[tuple[str, int], set[int]] = {}
+    for seed, (name, n) in enumerate((("mine", 1), ("mine", 1), ("yours", 1), ("", 1), ("mine", 2))):
+        told.clear()
+        one = request("s", prompt(70 + seed, 40))
+        await collect(engine, replace(one, session=name, params=replace(one.params, n=n)))
+        assert told
+        found.setdefault((name, n), set()).update(told)
+    assert [len(numbers) for numbers in found.values()] == [1, 1, 1, 1]
+    assert found["", 1] == found["mine", 2] == {0}
+    assert len(found["mine", 1] | found["yours", 1] | {0}) == 3

@@ -36,7 +36,8 @@ class GenerationRequest:
     adapter: Adapter | None = None
     """Adapter to answer with; `namespace.adapter` becomes its key. None: the base model."""
     session: str = ""
-    """What the client calls its conversation; recorded as a hash, without effect on the answer."""
+    """What the client calls its conversation; the device's eviction policy and recordings learn it as a hash.
+    No answer depends on it."""
     roles: tuple[str, ...] = ()
     """Who says each message of the prompt, where it has messages; recorded, without effect on the answer."""
     is_continuation: bool = False

@@ -114,7 +114,9 @@ def replay_order(
         chosen = _choose(order, trace, cache, waiting, server.ageing_s).request
         del waiting[chosen]
         wait_s[chosen] = now - arrivals[chosen]
-        num_hit = cache.serve(trace.blocks_of(chosen), now, trace.conclusion_of(chosen))
+        num_hit = cache.serve(
+            trace.blocks_of(chosen), now, trace.conclusion_of(chosen), trace.session_of(chosen)
+        )
         num_hit = min(num_hit, int(trace.num_prompt_blocks[chosen]))
         num_hits += num_hit
         length = int(trace.input_tokens[chosen])

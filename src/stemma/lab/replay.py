@@ -106,7 +106,9 @@ class TraceCache:
         """Return how many leading blocks of `chain` are held. Read-only."""
         return self._index.match(DEFAULT_NAMESPACE, chain).num_tokens
 
-    def serve(self, chain: BlockIds, now: float, conclusion: Conclusion = NO_CONCLUSION) -> int:
+    def serve(
+        self, chain: BlockIds, now: float, conclusion: Conclusion = NO_CONCLUSION, session: int = 0
+    ) -> int:
         """Look up `chain` (dense ids of the trace), use the hits, enter the rest; return the hit blocks."""
         index = self._index
         match = index.match(DEFAULT_NAMESPACE, chain)
@@ -117,16 +119,18 @@ class TraceCache:
             ids = np.concatenate((match.block_ids, self._take(len(chain) - num_hit)))
             if self._on_evict is not None:
                 self._block_of.update(zip(ids[num_hit:].tolist(), chain[num_hit:].tolist(), strict=True))
-            index.insert(DEFAULT_NAMESPACE, chain, ids, now, self._traits(chain))
+            index.insert(DEFAULT_NAMESPACE, chain, ids, now, self._traits(chain, session))
             index.conclude(ids, conclusion)
             self._make_room(now)
         else:
             index.conclude(match.block_ids, conclusion)
         return num_hit
 
-    def _traits(self, chain: BlockIds) -> BlockTraits:
+    def _traits(self, chain: BlockIds, session: int) -> BlockTraits:
         fingerprints: Fingerprints = chain.astype(np.uint64)
-        return BlockTraits(fingerprints, None if self._costs is None else self._costs[: len(chain)])
+        return BlockTraits(
+            fingerprints, None if self._costs is None else self._costs[: len(chain)], session=session
+        )
 
     def _take(self, num_blocks: int) -> BlockIds:
         """Return ids of slots that hold nothing; slots are reused so that ids stay dense."""
@@ -174,7 +178,7 @@ def replay(
     reported = 0
     for request, now in enumerate(trace.timestamps_s.tolist()):
         chain = ids[offsets[request] : offsets[request + 1]]
-        hits[request] = cache.serve(chain, now, trace.conclusion_of(request))
+        hits[request] = cache.serve(chain, now, trace.conclusion_of(request), trace.session_of(request))
         if progress is not None and request - reported >= 200:
             progress(request - reported)
             reported = request

@@ -29,9 +29,10 @@ _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 class Running:
     """What a running request holds. Only `ServedCache` changes it."""
 
-    def __init__(self, chain: TokenArray) -> None:
+    def __init__(self, chain: TokenArray, session: int = 0) -> None:
         """`chain`: blocks of the trace, of the prompt and then of what is generated."""
         self.chain = chain
+        self.session = session
         self.pinned = _NO_BLOCKS
         """Its blocks that are cached, from the root."""
         self.num_blocks = 0
@@ -81,7 +82,7 @@ class ServedCache:
         """End a request: what it computed stays cached until it is evicted."""
         self._num_reserved -= running.num_reserved
         if len(running.chain):
-            self._index.conclude(self._enter(running.chain, running.pinned, now), conclusion)
+            self._index.conclude(self._enter(running, running.chain, now), conclusion)
         self._index.unpin(running.pinned)
         self._make_room(0, now)
 
@@ -96,19 +97,22 @@ class ServedCache:
         num_pinned = len(running.pinned)
         if num_full <= num_pinned:
             return
-        entered = self._enter(running.chain[: num_full * self._size], running.pinned, now)
+        entered = self._enter(running, running.chain[: num_full * self._size], now)
         self._index.pin(entered[num_pinned:])
         running.pinned = entered
         self._num_reserved -= num_full - num_pinned
 
-    def _enter(self, chain: TokenArray, known: BlockIds, now: float) -> BlockIds:
-        """Enter a chain that begins with `known` blocks; return those that hold it."""
+    def _enter(self, running: Running, chain: TokenArray, now: float) -> BlockIds:
+        """Enter the leading blocks of a request's chain; return those that hold it."""
+        known = running.pinned
         num_blocks = -(-len(chain) // self._size)
         fresh = self._take(num_blocks - len(known))
         ends = np.minimum((np.arange(num_blocks) + 1) * self._size, len(chain)) - 1
         prints: Fingerprints = chain[ends].astype(np.uint64) + np.uint64(1)
         ids = np.concatenate((known, fresh)).astype(np.int32)
-        inserted = self._index.insert(DEFAULT_NAMESPACE, chain, ids, now, BlockTraits(prints))
+        inserted = self._index.insert(
+            DEFAULT_NAMESPACE, chain, ids, now, BlockTraits(prints, session=running.session)
+        )
         added, dropped = inserted.added.tolist(), inserted.dropped.tolist()
         self._present.update(added)
         self._present.difference_update(dropped)
@@ -144,7 +148,7 @@ def served_tokens(trace: Trace, measured: Measured) -> npt.NDArray[np.int64]:
     for request in np.argsort(times_s[:, 0], kind="stable").tolist():
         start_s, first_s, end_s = times_s[request].tolist()
         _go_on(start_s, later, cache, trace)
-        running = Running(trace.blocks_of(request))
+        running = Running(trace.blocks_of(request), trace.session_of(request))
         num_prompt = trace.num_prompt_blocks.item(request)
         found[request] = cache.start(running, num_prompt, start_s)
         num_blocks = -(-len(running.chain) // measured.server_block)

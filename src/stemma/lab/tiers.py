@@ -124,7 +124,9 @@ class TieredCache:
         """Block -> the block before it, -1 at the root; of all blocks in any tier."""
         self._uses: dict[int, int] = {}
 
-    def serve(self, chain: BlockIds, now: float, conclusion: Conclusion = NO_CONCLUSION) -> list[int]:
+    def serve(
+        self, chain: BlockIds, now: float, conclusion: Conclusion = NO_CONCLUSION, session: int = 0
+    ) -> list[int]:
         """Serve one request; return the hit blocks by tier."""
         match = self.device.match(DEFAULT_NAMESPACE, chain)
         blocks: list[int] = chain.tolist()
@@ -139,7 +141,7 @@ class TieredCache:
             fresh = self._take(len(chain) - match.num_tokens)
             self._block_in.update(zip(fresh, blocks[match.num_tokens :], strict=True))
             ids = np.concatenate((match.block_ids, np.asarray(fresh, dtype=np.int32)))
-            traits = BlockTraits(fingerprints=chain.astype(np.uint64))
+            traits = BlockTraits(fingerprints=chain.astype(np.uint64), session=session)
             self.device.insert(DEFAULT_NAMESPACE, chain, ids, now, traits)
             self.device.conclude(ids, conclusion)
         else:
@@ -232,7 +234,7 @@ def replay_tiers(trace: Trace, plan: TierPlan, progress: Progress | None = None)
     offsets, ids = trace.offsets.tolist(), trace.block_ids
     for request, now in enumerate(trace.timestamps_s.tolist()):
         chain = ids[offsets[request] : offsets[request + 1]]
-        by_tier = cache.serve(chain, now, trace.conclusion_of(request))
+        by_tier = cache.serve(chain, now, trace.conclusion_of(request), trace.session_of(request))
         room = int(trace.num_prompt_blocks[request])
         for number, num_hit in enumerate(by_tier):
             hits[request, number] = min(num_hit, room)

@@ -11,6 +11,7 @@ head is back; its blocks are evictable as ever.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +65,7 @@ class HeadedIndex(PrefixIndex):
             tokens[: head.num_tokens],
             block_ids[:num_blocks],
             now,
-            traits.part(0, min(num_blocks, len(block_ids))),
+            replace(traits.part(0, min(num_blocks, len(block_ids))), session=0),  # it is of no session
         )
         self._mark(first, is_public=True)
         if len(tokens) <= head.num_tokens:

@@ -40,6 +40,7 @@ from stemma.server.observe.explain import is_asked
 from stemma.server.observe.explanations import Explanation
 from stemma.server.observe.instruments import Instruments
 from stemma.server.requests.limits import cap_output
+from stemma.server.requests.sessions import with_session
 from stemma.server.tenants.namespace import tenant_namespace
 from stemma.server.tenants.published import PublishedPrefixes
 from stemma.server.tenants.quotas import CacheQuotas
@@ -195,6 +196,7 @@ class RequestRunner:
         reserved: Reserved,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """`run_all` for whoever asks. Every API passes here: none forgets tenants or published prefixes."""
+        requests = with_session(request, requests)
         if self.access.keys is not None or is_asked(request):
             return self._run_as_tenant(request, requests, api, reserved)
         return self.run_all(self._located(requests), api)

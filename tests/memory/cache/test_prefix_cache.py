@@ -115,6 +115,32 @@ def test_the_policy_is_told_how_a_request_ended(index):
     cache.check()
 
 
+@pytest.mark.parametrize("index", [RadixIndex, HashIndex])
+def test_the_policy_learns_whose_blocks_enter(index):
+    """All that a request commits has its session, its partial tail and its answer too; a fork's has none."""
+
+    class Told(LRUPolicy):
+        def insert(self, block_ids, now, traits):
+            told.append((len(block_ids), traits.session))
+            super().insert(block_ids, now, traits)
+
+    told: list[tuple[int, int]] = []
+    key_space = KeySpace("model", "layout", 4)
+    made = RadixIndex(4, Told()) if index is RadixIndex else HashIndex(key_space, Told())
+    cache = PrefixCache(HashBuffer(16, 4), made, key_space, clock=Clock())
+    lease = cache.reserve(NS, tokens(range(10)), session=7)
+    assert lease is not None
+    compute_all(cache, lease)
+    twin = cache.fork(lease, 10)
+    assert twin is not None
+    cache.free(lease, 10)
+    assert told == [(2, 7), (1, 7)]
+    assert twin.session == 0
+    cache.free(twin, 10)
+    run(cache, tokens(50, 51, 52, 53, 54))
+    assert {session for _, session in told[2:]} == {0}
+
+
 def test_a_running_request_is_never_evicted(kind):
     cache = make_cache(4, 2, kind)
     lease = reserved(cache, NS, tokens(range(6)))

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from stemma.config.settings import MAX_SEATS, SchedulerSettings
-from stemma.engine.api import DraftCount
+from stemma.engine.api import DraftCount, GenerationRequest
 from stemma.engine.core.adapter_seats import AdapterSeats
 from stemma.engine.core.ordering import MAX_MATCHED, order_waiting
 from stemma.engine.core.request import Scheduled, SequenceState, Status
@@ -26,6 +26,7 @@ from stemma.engine.core.seats import Seats, StepTokens
 from stemma.errors import GenerationFailed, PromptTooLong, StemmaError
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.prefix.eviction.sessions import SessionNumbers
 from stemma.prefix.keys import Namespace
 from stemma.types import TokenArray
 
@@ -131,6 +132,7 @@ class Scheduler:
         self._num_recomputed = 0 if model_drafts is None or cache.states is not None else 1
         """Tokens of each prefix hit computed again for the hidden state that the model's own drafts go on
         from. None where checkpoints have it."""
+        self._session_numbers = SessionNumbers()
         self._on_start = on_start
         self._on_load = on_load
         self._waiting: dict[tuple[int, int], SequenceState] = {}
@@ -427,6 +429,7 @@ class Scheduler:
                 request.namespace,
                 sequence.tokens,
                 retention=request.retention,
+                session=self._session_of(request),
                 max_cached=sequence.max_cached,
                 is_use=not request.is_preparation,
             )
@@ -449,6 +452,11 @@ class Scheduler:
             budget -= self._add_chunk(plan, sequence, budget)
             if sequence.num_missing >= self._cache.block_size:  # else nobody waits for it: the rest is cached
                 prefilling.append(sequence)
+
+    def _session_of(self, request: GenerationRequest) -> int:
+        """Return the number of its session, 0 if it isn't one turn: of several answers one goes on."""
+        is_turn = request.params.n == 1 and not request.is_continuation
+        return self._session_numbers.number_of(request.namespace, request.session) if is_turn else 0
 
     def _waits_for_nothing(self, plan: Sequence[Scheduled]) -> bool:
         """Return whether no block will become free by itself: what isn't available is pinned for good."""

@@ -80,6 +80,10 @@ class Trace:
         tools = (str(number),) if number >= 0 else ()
         return Conclusion(Ending(self.endings.item(request)), self.output_tokens.item(request), tools)
 
+    def session_of(self, request: int) -> int:
+        """Return the number of a request's conversation as a policy gets it: 0 where unknown."""
+        return self.sessions.item(request) + 1
+
     @cached_property
     def request_of_block(self) -> npt.NDArray[np.int32]:
         """Which request each entry of `block_ids` belongs to."""

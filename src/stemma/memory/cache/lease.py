@@ -136,6 +136,7 @@ class Lease:
         "pending",
         "retention",
         "roots",
+        "session",
         "state",
     )
 
@@ -146,10 +147,15 @@ class Lease:
         tokens: TokenArray,
         retention: Retention = NO_RETENTION,
         *,
+        session: int = 0,
         is_ahead: bool = False,
     ) -> None:
-        """`is_ahead`: nobody has asked for the tokens; blocks are loaded before the turn that may."""
+        """`session`: number of the conversation that the tokens are of; 0: none is named.
+
+        `is_ahead`: nobody has asked for the tokens; blocks are loaded before the turn that may.
+        """
         self.namespace = namespace
+        self.session = session
         self.is_ahead = is_ahead
         self.roots = key_space.roots(namespace)
         self.block_size = block_size = key_space.block_size
@@ -276,6 +282,7 @@ class Lease:
             hint=self.retention.rest,
             leading=self._leading,
             is_use=not self.is_ahead,
+            session=self.session,
         )
 
     def _reserve_keys(self, num_blocks: int) -> None:

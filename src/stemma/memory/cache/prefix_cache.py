@@ -189,6 +189,7 @@ class PrefixCache:
         num_new: int = 1,
         *,
         retention: Retention = NO_RETENTION,
+        session: int = 0,
         max_cached: int | None = None,
         is_use: bool = True,
         is_ahead: bool = False,
@@ -200,10 +201,14 @@ class PrefixCache:
         `lease.pending` is set: compute nothing before `finish_load`. Returns None, holding nothing, if there
         is no room now. `max_cached`: take no more tokens than that, from the device alone, because the rest
         is to be computed whatever is cached. Without `is_use`, policies learn nothing of it: nobody has
-        come back to these blocks. `is_ahead`: nor has anybody asked for what is loaded.
+        come back to these blocks. `session`: number of the conversation that the prompt continues, as its
+        client says, for the device's policy; 0: it says nothing. `is_ahead`: nor has anybody asked for what
+        is loaded.
         """
         self._leased.free_loaded()
-        make = partial(Lease, namespace, self.key_space, tokens, retention, is_ahead=is_ahead)
+        make = partial(
+            Lease, namespace, self.key_space, tokens, retention, session=session, is_ahead=is_ahead
+        )
         if self._rests and max_cached is None:
             lease = self._rests.go_on(namespace, tokens, num_new, make)
             if lease is not None:

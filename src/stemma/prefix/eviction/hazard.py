@@ -24,9 +24,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from stemma.prefix.eviction.hint_trust import HintTrust
+from stemma.prefix.eviction.hint_trust import HINT_CLAIMS
 from stemma.prefix.eviction.policy import NO_CONCLUSION, BlockTraits, Conclusion
-from stemma.prefix.eviction.records import RecordTable, max_ghosts_beside
+from stemma.prefix.eviction.records import MAX_HINTS, RecordTable, max_ghosts_beside
 from stemma.prefix.eviction.reuse_model import (
     NO_PAUSE,
     NUM_CLASSES,
@@ -34,6 +34,8 @@ from stemma.prefix.eviction.reuse_model import (
     classify,
     pause_level,
 )
+from stemma.prefix.eviction.reuse_trust import ReuseTrust
+from stemma.prefix.eviction.sessions import RESERVED_BYTES, Sessions
 from stemma.prefix.eviction.shadows import Shadows
 from stemma.prefix.eviction.stamped import StampedPolicy, resized
 from stemma.prefix.eviction.tool_paces import ToolPaces
@@ -55,8 +57,10 @@ _MAX_OPEN_PROMPTS = 1024
 _MIN_STALE = 4096
 _MAX_DROPPED = 1 << 14
 """Dropped lifetimes kept one by one (130 bytes each); beyond, they are counted before the next fit."""
-_GHOST_BYTES = 150
+_GHOST_BYTES = 162
 _UNCOUNTED_BYTES = 8 * 2**20
+_LEFT = NUM_CLASSES * MAX_HINTS
+"""Added to the queue of a block that its session left."""
 _NO_RECORDS: Int32 = np.empty(0, dtype=np.int32)
 
 
@@ -72,11 +76,12 @@ class HazardPolicy(StampedPolicy):
         self._max_ghosts = max_ghosts
         self._records = RecordTable(max_ghosts)
         self._record_of: Int32 = np.zeros(len(self._stamps), dtype=np.int32)
-        self._prompts: OrderedDict[int, tuple[Int32, int]] = OrderedDict()
-        """Last block of a prompt being entered -> its chain of records, and the level of its pause."""
+        self._prompts: OrderedDict[int, tuple[Int32, int, int]] = OrderedDict()
+        """Last block of a prompt being entered -> its chain of records, the level of its pause, number."""
         self._model = ReuseModel()
         self._paces = ToolPaces()
-        self._trust = HintTrust()
+        self._trust = ReuseTrust(HINT_CLAIMS)
+        self._sessions = Sessions(self._records, self._model)
         self._judged_s = -math.inf
         """Until when `_trust` knows what was expected of blocks."""
         self._next_fit_s = -math.inf
@@ -95,7 +100,7 @@ class HazardPolicy(StampedPolicy):
         self._live: dict[int, int] = {}
         """Candidate -> its entry in its queue: ``stamp << 32 | block``."""
         self._queues: dict[int, tuple[list[int], list[int]]] = {}
-        """Class and hints -> heap of entries (oldest first) and stack of entries (newest last)."""
+        """Class, hints, left or not -> heap of entries (oldest first) and stack of entries (newest last)."""
         self._num_entries = 0
         self._ends: list[tuple[float, int, int]] = []
         """Heap of (rank, entry, queue) with the ends of all queues; stale entries are skipped."""
@@ -113,7 +118,8 @@ class HazardPolicy(StampedPolicy):
     def reserved_bytes(self, num_blocks: int) -> int:
         """Includes records of evicted blocks, and lifetimes that are not counted yet."""
         ghosts = max_ghosts_beside(num_blocks, self._max_ghosts)
-        return super().reserved_bytes(num_blocks) + _GHOST_BYTES * ghosts + _UNCOUNTED_BYTES
+        fixed = _UNCOUNTED_BYTES + RESERVED_BYTES
+        return super().reserved_bytes(num_blocks) + _GHOST_BYTES * ghosts + fixed
 
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
         """Enter blocks; those remembered from before their eviction end a lifetime here."""
@@ -129,17 +135,20 @@ class HazardPolicy(StampedPolicy):
         depth = 0 if traits.after < 0 else table.depths.item(self._record_of.item(traits.after)) + 1
         records, known = table.enter(len(block_ids), traits, depth)
         self._record_of[block_ids] = records
+        table.blocks[records] = block_ids
         if prompt is None:
             self._num_prompts += 1
-            chain, pause = records, NO_PAUSE
+            chain, pause, number = records, NO_PAUSE, self._num_prompts
         else:
-            chain, pause = np.concatenate((prompt[0], records)), prompt[1]
+            chain, pause, number = np.concatenate((prompt[0], records)), prompt[1], prompt[2]
         if len(known):
             pause = self._pause(known, now)
             self._end_lifetimes(known, now)
         self._stamp(block_ids)
-        self._start_lifetimes(records, now)
-        self._note_prompt(int(block_ids[-1]), chain, pause)
+        self._start_lifetimes(records, number, now)
+        self._note_prompt(int(block_ids[-1]), chain, pause, number)
+        if traits.session:
+            self._leave(self._sessions.follow(traits.session, number, chain, now))
         if self._shadows is not None:
             hits, self._unseen_hits = self._unseen_hits, _NO_RECORDS
             looked_up = np.concatenate((hits, records)) if len(hits) else records
@@ -152,11 +161,12 @@ class HazardPolicy(StampedPolicy):
         depth = 0 if traits.after < 0 else table.depths.item(self._record_of.item(traits.after)) + 1
         records, known = table.enter(len(block_ids), traits, depth)
         self._record_of[block_ids] = records
-        table.hints[known] = table.queues[known] // NUM_CLASSES
+        table.blocks[records] = block_ids
+        table.hints[known] = table.queues[known] % _LEFT // NUM_CLASSES
         fresh = records[~np.isin(records, known)]
         if len(fresh):
             self._num_prompts += 1
-            self._start_lifetimes(fresh, now)
+            self._start_lifetimes(fresh, self._num_prompts, now)
             table.pauses[fresh] = NO_PAUSE
             self._classify(fresh, NO_PAUSE)
         self._stamp(block_ids)
@@ -172,8 +182,8 @@ class HazardPolicy(StampedPolicy):
         self._num_prompts += 1
         self._end_lifetimes(records, now)
         self._stamp(block_ids)
-        self._start_lifetimes(records, now)
-        self._note_prompt(int(block_ids[-1]), records, pause)
+        self._start_lifetimes(records, self._num_prompts, now)
+        self._note_prompt(int(block_ids[-1]), records, pause, self._num_prompts)
         if self._shadows is not None:
             if len(self._unseen_hits):
                 self._shadows.look_up(self._unseen_hits, self._capacity, now)
@@ -300,6 +310,8 @@ class HazardPolicy(StampedPolicy):
         table = self._records
         if table.has_hints:
             self._judge_hints(records, now, are_reused=True)
+        if table.has_left:
+            self._sessions.reused(records, now)
         self._model.learn(table.classes[records], table.used_s[records], table.weights[records], now)
 
     def _judge_hints(self, records: Int32, now: float, *, are_reused: bool) -> None:
@@ -309,25 +321,39 @@ class HazardPolicy(StampedPolicy):
         if not len(hinted) or not self._model.is_fitted:
             return
         classes, used_s, weights = table.classes[hinted], table.used_s[hinted], table.weights[hinted]
-        expected = self._model.expected_reuses(classes, np.maximum(now - used_s, 0.0))
-        if math.isfinite(self._judged_s):
-            expected -= self._model.expected_reuses(classes, np.maximum(self._judged_s - used_s, 0.0))
+        expected = self._model.expected_between(classes, self._judged_s - used_s, now - used_s)
         levels = table.hint_levels(hinted)
-        self._trust.expect(levels, weights * np.maximum(expected, 0.0))
+        self._trust.expect(levels, weights * expected)
         if are_reused:
             self._trust.reused(levels, weights)
 
-    def _start_lifetimes(self, records: Int32, now: float) -> None:
-        self._records.counts[records] += 1
-        self._records.used_s[records] = now
-        self._records.users[records] = self._num_prompts
-        self._records.tools[records] = 0
+    def _leave(self, records: Int32) -> None:
+        """Rank blocks, a chain from the root, as left ones, if that makes a difference."""
+        if not len(records) or self._sessions.factor == 1.0:
+            return
+        table = self._records
+        table.queues[records] = table.queues[records] % _LEFT + _LEFT
+        block_ids = table.blocks[records]
+        held = block_ids[self._record_of[block_ids] == records]
+        if len(held) and (tail := held.item(-1)) in self._live:
+            self.withdraw(tail)
+            self.offer(tail)
 
-    def _note_prompt(self, tail: int, chain: Int32, pause: int) -> None:
+    def _start_lifetimes(self, records: Int32, number: int, now: float) -> None:
+        table = self._records
+        table.counts[records] += 1
+        table.used_s[records] = now
+        table.users[records] = number
+        table.tools[records] = 0
+        if table.has_left:
+            table.left_s[records] = math.inf
+            table.queues[records] %= _LEFT
+
+    def _note_prompt(self, tail: int, chain: Int32, pause: int, number: int) -> None:
         """Record the chain of a prompt, which may still grow after `tail`."""
         self._unclassified = (tail, chain, pause)
         self._prompts_until_fit -= 1
-        self._prompts[tail] = (chain, pause)
+        self._prompts[tail] = (chain, pause, number)
         if len(self._prompts) > _MAX_OPEN_PROMPTS:
             self._prompts.popitem(last=False)
         if tail in self._live:
@@ -358,7 +384,10 @@ class HazardPolicy(StampedPolicy):
         if chosen is not None:
             chain, classes = chain[chosen], classes[chosen]
         table.classes[chain] = classes
-        table.queues[chain] = classes + table.hints[chain] * NUM_CLASSES if table.has_hints else classes
+        queues = classes + table.hints[chain] * NUM_CLASSES if table.has_hints else classes
+        if table.has_left:
+            queues = queues + table.queues[chain] // _LEFT * _LEFT
+        table.queues[chain] = queues
         table.weights[chain] = num_blocks**-0.5
 
     def _start_shadows(self) -> Shadows:
@@ -379,6 +408,8 @@ class HazardPolicy(StampedPolicy):
             if self._records.has_hints:
                 self._judge_hints(self._records.hinted(), now, are_reused=False)
                 self._trust.judge(self._model.prior_weight, now)
+            if self._records.has_left:
+                self._sessions.judge(now)
             self._judged_s = now
             self._model.censor(self._records.take_dropped(), now)
             self._model.fit(self._records.open_lifetimes(), now)
@@ -402,12 +433,13 @@ class HazardPolicy(StampedPolicy):
         return self._rank_cache[2] * table.costs.item(record)
 
     def _rank_hinted(self, entry: int, queue: int) -> float:
-        """Return the rank of a block with retention hints."""
+        """Return the rank of a block with retention hints, or that its session left."""
         record = self._record_of.item(entry & _ID_MASK)
-        hint = self._records.hint(queue // NUM_CLASSES)
+        hint = self._records.hint(queue % _LEFT // NUM_CLASSES)
         if self._now - self._records.used_s.item(record) > hint.ttl_s:
             return -1.0
-        return self._rank(entry, queue % NUM_CLASSES) * self._trust.factor(hint.level)
+        worth = self._rank(entry, queue % NUM_CLASSES) * self._trust.factor(hint.level)
+        return worth * self._sessions.factor if queue >= _LEFT else worth
 
     def _rank_ends(self) -> None:
         """Recompute the ranks of the ends of all queues."""

@@ -45,6 +45,8 @@ class BlockTraits:
     """Whose blocks they are (`Namespace.owner`). The index sets it; callers leave it alone."""
     is_use: bool = True
     """False: nobody came back to them; they were loaded ahead of the turn that may."""
+    session: int = 0
+    """Number of the conversation that the client says these are of (`sessions.py`); 0: it doesn't say."""
     after: int = -1
     """The block before the first of them, -1 at the root. The index sets it; callers leave it alone."""
 

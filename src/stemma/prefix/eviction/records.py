@@ -17,7 +17,7 @@ from stemma.prefix.eviction.hint_trust import level_of
 from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.eviction.reuse_model import OpenLifetimes
 from stemma.prefix.eviction.stamped import resized
-from stemma.types import NO_HINT, Fingerprints, RetentionHint
+from stemma.types import NO_HINT, BlockIds, Fingerprints, RetentionHint
 
 NO_PRINT = np.uint64(0)
 """Fingerprint of a block without identity: its record ends when the block leaves."""
@@ -26,7 +26,7 @@ GHOSTS_PER_BLOCK = 16
 """Records of evicted blocks kept for each block held: reuse that is further away saves nothing here."""
 
 _FREE, _RESIDENT, _GHOST = 0, 1, 2
-_MAX_HINTS = 1024
+MAX_HINTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,10 @@ class RecordTable:
         self.tools: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
         """Number of the tools that its answer calls; 0: none, or not known."""
         self.hints: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
+        self.left_s: npt.NDArray[np.float64] = np.full(1024, math.inf)
+        """Since when its session has gone on elsewhere, of a sample; inf: it hasn't since the last use."""
+        self.blocks: BlockIds = np.zeros(1024, dtype=np.int32)
+        """Id of each, while it is resident."""
         self.prints: Fingerprints = np.zeros(1024, dtype=np.uint64)
         self._states: npt.NDArray[np.uint8] = np.zeros(1024, dtype=np.uint8)
         self._free: list[int] = list(range(1024))
@@ -79,7 +83,9 @@ class RecordTable:
         self._dropped: list[tuple[int, float, float]] = []
         self._hint_numbers: dict[Hint, int] = {_NO_HINT: 0}
         self._hint_table: list[Hint] = [_NO_HINT]
-        self._hint_levels: npt.NDArray[np.int64] = np.full(_MAX_HINTS, _NO_HINT.level, dtype=np.int64)
+        self._hint_levels: npt.NDArray[np.int64] = np.full(MAX_HINTS, _NO_HINT.level, dtype=np.int64)
+        self.has_left = False
+        """Whether a session ever left any block."""
         self.has_hints = False
         """Whether any block ever had retention hints."""
         self._has_costs = False
@@ -146,6 +152,10 @@ class RecordTable:
         """Return the records of all blocks with hints, resident or remembered."""
         return np.flatnonzero((self._states != _FREE) & (self.hints > 0)).astype(np.int32)
 
+    def left(self) -> npt.NDArray[np.int32]:
+        """Return the records of the blocks, resident or remembered, that have a `left_s`."""
+        return np.flatnonzero((self._states != _FREE) & (self.left_s < math.inf)).astype(np.int32)
+
     def resident(self) -> npt.NDArray[np.int64]:
         """Return the records of all resident blocks."""
         return np.flatnonzero(self._states == _RESIDENT)
@@ -182,7 +192,7 @@ class RecordTable:
         rounded = Hint(level_of(hint), ttl_s)
         number = self._hint_numbers.get(rounded)
         if number is None:
-            if len(self._hint_table) >= _MAX_HINTS:
+            if len(self._hint_table) >= MAX_HINTS:
                 return 0
             number = self._hint_numbers[rounded] = len(self._hint_table)
             self._hint_table.append(rounded)
@@ -204,8 +214,11 @@ class RecordTable:
             "pauses",
             "tools",
             "hints",
+            "left_s",
+            "blocks",
             "prints",
         ):
             setattr(self, name, resized(getattr(self, name), 2 * size))
         self.costs[size:] = 1.0
+        self.left_s[size:] = math.inf
         self._states = resized(self._states, 2 * size)

@@ -175,6 +175,11 @@ class ReuseModel:
         before = (np.cumsum(expected, axis=1) - expected)[inverse, bins]
         return np.asarray(before + self._hazards[rows][inverse, bins] * (ages_s - AGE_EDGES_S[bins]))
 
+    def expected_between(self, classes: Int32, from_s: Float64, to_s: Float64) -> Float64:
+        """Return the sum of the hazards of blocks from one age to a later one, else 0; the same shape."""
+        until = self.expected_reuses(classes, np.maximum(to_s, 0.0))
+        return np.maximum(until - self.expected_reuses(classes, np.maximum(from_s, 0.0)), 0.0)
+
     def fit(self, lifetimes: OpenLifetimes, now: float) -> None:
         """Estimate all hazards again. Takes some milliseconds; grows with the number of lifetimes."""
         self._fade(now)

@@ -95,13 +95,11 @@ class ResponsesRequest(SampledRequest, KeptRequest, ContinuedRequest):
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
             "image",
-            "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "request_id",
             "safety_identifier",
             "service_tier",
-            "session_id",
             "stream_options",
         }
     )
@@ -128,6 +126,8 @@ class ResponsesRequest(SampledRequest, KeptRequest, ContinuedRequest):
     include: Annotated[list[Name], Field(max_length=64)] | None = None
     metadata: Metadata | None = None
     user: Name | None = None
+    prompt_cache_key: Name | None = None
+    session_id: Name | None = None
     # Beyond OpenAI: names as in the chat API.
     structured_outputs: dict[str, Any] | None = None
     """Checked as the chat API's."""

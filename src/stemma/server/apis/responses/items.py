@@ -160,6 +160,8 @@ _SAME_FIELDS = (
     "logit_bias",
     "structured_outputs",
     "cache_salt",
+    "prompt_cache_key",
+    "session_id",
     "priority",
     "cache_ttl_s",
     "exact_history",
