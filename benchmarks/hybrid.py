@@ -407,7 +407,8 @@ def beside_vllm(python: Path, threads: int, prompts: Sequence[int]) -> Table:
         env = os.environ | {"STEMMA_PEER_VOCAB": str(NEXT_VOCAB)}
         command = [str(python), str(PEERS / "vllm_speed.py"), str(path), *sizes]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
-        peer = json.loads(done.stdout.splitlines()[-1])
+        # vLLM's own lines come before it and after.
+        peer = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"step_ms"')))
         for prompt, own in ours.items():
             table.add_row(str(prompt), "own, bfloat16", f"{own['step_ms']:.2f}", f"{own['prompt_ms']:.0f}")
             peer_ms = peer["prompt_ms"][str(prompt)]
