@@ -112,8 +112,69 @@ def test_router_names_every_server_with_its_ports() -> None:
     assert options["port"] == container["ports"][0]["containerPort"]
 
 
+PORT = {
+    "type": "object",
+    "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 65535}},
+    "required": ["number"],
+    "additionalProperties": False,
+}
+LABEL = r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"
+INFERENCE_POOL = {
+    "type": "object",
+    "properties": {
+        "apiVersion": {"const": "inference.networking.k8s.io/v1"},
+        "kind": {"const": "InferencePool"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "properties": {
+                "selector": {
+                    "type": "object",
+                    "properties": {
+                        "matchLabels": {
+                            "type": "object",
+                            "additionalProperties": {"type": "string", "maxLength": 63, "pattern": LABEL},
+                        }
+                    },
+                    "required": ["matchLabels"],
+                    "additionalProperties": False,
+                },
+                "targetPorts": {"type": "array", "items": PORT, "minItems": 1, "maxItems": 8},
+                "endpointPickerRef": {
+                    "type": "object",
+                    "properties": {
+                        "group": {"type": "string", "maxLength": 253},
+                        "kind": {"type": "string", "maxLength": 63},
+                        "name": {"type": "string", "minLength": 1, "maxLength": 253},
+                        "port": PORT,
+                        "failureMode": {"enum": ["FailOpen", "FailClose"]},
+                    },
+                    "required": ["name", "port"],  # the port may be left out for other kinds than a Service
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["selector", "targetPorts", "endpointPickerRef"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+}
+"""What version 1 of the Gateway API Inference Extension allows, by hand: no package has its schema."""
+
+
+def test_an_inference_pool_follows_its_api() -> None:
+    validator = pytest.importorskip("jsonschema")
+    text = (CLUSTER / "envoy" / "inference-pool.yaml").read_text("utf-8")
+    (pool,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "InferencePool"]
+    validator.validate(pool, INFERENCE_POOL)
+    pool["spec"]["endpointPickerRef"]["portNumber"] = pool["spec"]["endpointPickerRef"].pop("port")["number"]
+    with pytest.raises(validator.ValidationError):
+        validator.validate(pool, INFERENCE_POOL)
+
+
 def test_pickers_before_an_inference_pool() -> None:
-    """Kubernetes' own kinds by its schema. No package has that of the others: they only have to meet."""
+    """Kubernetes' own kinds by its schema; no package has HTTPRoute's: it only has to meet the others."""
     validator = pytest.importorskip("kubernetes_validate")
     text = (CLUSTER / "envoy" / "inference-pool.yaml").read_text("utf-8")
     kinds = {one["kind"]: one for one in yaml.safe_load_all(text)}
