@@ -34,6 +34,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)  # the tests' own
     found = report("--num-threads", "2")
 
     assert found["versions"]["torch"] == importlib.metadata.version("torch")
