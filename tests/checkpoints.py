@@ -19,6 +19,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
+    Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -118,6 +119,21 @@ def _gpt_oss() -> PreTrainedConfig:
     )
 
 
+def _gemma3() -> PreTrainedConfig:
+    return Gemma3TextConfig(
+        **base_fields(
+            head_dim=16,
+            sliding_window=SLIDING_WINDOW,
+            query_pre_attn_scalar=24,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        )
+    )
+
+
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**base_fields()),
     "qwen2": lambda: Qwen2Config(**base_fields()),
@@ -131,6 +147,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
             head_dim=16, sliding_window=SLIDING_WINDOW, attn_logit_softcapping=5.0, query_pre_attn_scalar=16
         )
     ),
+    "gemma3": _gemma3,
     "deepseek-v3": lambda: _deepseek(q_lora_rank=24),
     "deepseek-v3-no-q-lora": lambda: _deepseek(q_lora_rank=None),
     "deepseek-v2": _deepseek_v2,

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ comp
 
 DTYPES = ("bfloat16", "float32")
 CODES: tuple[KVDtype, ...] = ("int8", "fp8")
-CODED_FAMILIES = ("qwen2", "smollm3", "deepseek-v3", "mistral-sliding", "gemma2", "gpt-oss")
+CODED_FAMILIES = ("qwen2", "smollm3", "deepseek-v3", "mistral-sliding", "gemma2", "gemma3", "gpt-oss")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -50,7 +50,7 @@ def test_tied_head(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma2", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma2", "gemma3", "deepseek-v3", "gpt-oss"])
 def test_any_schedule_with_quantized_weights(family: str, quantize: str, load_family: LoadFamily) -> None:
     check_schedules(load_family(family, "bfloat16", quantize=quantize)[1], 2)
 

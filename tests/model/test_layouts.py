@@ -21,6 +21,7 @@ from tests import checkpoints, hybrids
 BUILT = {
     "deepseek_v2": "deepseek-v2",
     "deepseek_v3": "deepseek-v3",
+    "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
     "llama": "llama",
     "mistral": "mistral-sliding",
@@ -88,11 +89,21 @@ def test_layers_attend_and_norm_as_transformers_modules_do(model_type: str, tmp_
     ]
     norms: list[Norm | None] = [layout.norm]
     for layer in layout.layers:
-        norms += [layer.input_norm, layer.post_norm, *(layer.head_norms or ())]
+        norms += [layer.input_norm, layer.post_norm, *(layer.head_norms or ()), *(layer.out_norms or ())]
         norms += [layer.latent.norm, layer.latent.query_norm] if layer.latent else []
     for norm in norms:
-        assert norm is None or model.get_submodule(norm.name).variance_epsilon == norm.eps
+        if norm is not None:
+            module = model.get_submodule(norm.name)
+            eps = module.eps if model_type == "gemma3_text" else module.variance_epsilon
+            assert eps == norm.eps
     some, positions = torch.empty(0), torch.arange(40)[None]
+    if model_type == "gemma3_text":
+        assert layout.local_angles is not None
+        for make, kind in ((layout.angles, "full_attention"), (layout.local_angles, "sliding_attention")):
+            own, theirs = make()(some, positions), model.model.rotary_emb(some, positions, kind)
+            assert torch.equal(torch.stack(list(own)), torch.stack(list(theirs)))
+        assert [layer.is_local for layer in layout.layers] == [True, False]
+        return
     own, theirs = layout.angles()(some, positions), model.model.rotary_emb(some, positions)
     if model_type == "gpt_oss":  # its module gives each angle once
         theirs = [torch.cat((half, half), dim=-1) for half in theirs]

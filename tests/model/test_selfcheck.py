@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, Olmo2Config, PreTrainedConfig, Qwen3MoeConfig
+from transformers import Olmo2Config, Olmo3Config, PreTrainedConfig, Qwen3MoeConfig
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import UnsupportedModel
@@ -28,10 +28,10 @@ SIZES = {
 }
 
 
-def gemma3(num_layers: int = 8) -> PreTrainedConfig:
+def olmo3(num_layers: int = 8) -> PreTrainedConfig:
     """Every fourth layer sees all tokens, the others a window."""
     types = ["full_attention" if n % 4 == 3 else "sliding_attention" for n in range(num_layers)]
-    return Gemma3TextConfig(**SIZES, num_hidden_layers=num_layers, layer_types=types, sliding_window=5)
+    return Olmo3Config(**SIZES, num_hidden_layers=num_layers, layer_types=types, sliding_window=5)
 
 
 def served(model: CausalLM, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -47,7 +47,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_layers_have_every_kind(large: None) -> None:
-    model = make_model(gemma3(), 0)
+    model = make_model(olmo3(), 0)
     first = reference.FirstLayers.of(model)
     assert first.count == 4
     with first.alone():
@@ -58,7 +58,7 @@ def test_the_first_layers_have_every_kind(large: None) -> None:
 
 
 def test_small_models_and_tested_classes_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reference.FirstLayers.of(make_model(gemma3(), 0)).count == 8
+    assert reference.FirstLayers.of(make_model(olmo3(), 0)).count == 8
     monkeypatch.setattr(reference, "LARGE_BYTES", 0)
     mixture = Qwen3MoeConfig(
         **SIZES, num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
@@ -67,7 +67,7 @@ def test_small_models_and_tested_classes_run_whole(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_large_model_is_checked_and_then_runs_whole(tmp_path: Path, large: None) -> None:
-    plain = make_model(gemma3(), 0)
+    plain = make_model(olmo3(), 0)
     path = save_checkpoint(plain, tokenizer(), tmp_path)
     model = load_model(ModelSettings(path=path, dtype="float32"))
     tokens = torch.arange(5, 40) % model.vocab_size
@@ -92,10 +92,10 @@ def test_a_model_that_packing_makes_small_is_still_checked_by_its_first_layers(
 def test_a_layer_that_is_served_wrongly_is_found_in_a_large_model(
     tmp_path: Path, large: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
+    from transformers.models.olmo3.modeling_olmo3 import Olmo3Attention
 
-    path = save_checkpoint(make_model(gemma3(), 0), tokenizer(), tmp_path)
-    forward = Gemma3Attention.forward
+    path = save_checkpoint(make_model(olmo3(), 0), tokenizer(), tmp_path)
+    forward = Olmo3Attention.forward
 
     def scaled(self, hidden_states, *arguments, **keywords):
         """Of full layers alone, and only where attention is ours."""
@@ -103,6 +103,6 @@ def test_a_layer_that_is_served_wrongly_is_found_in_a_large_model(
         is_wrong = self.layer_idx == 3 and "stemma" in self.config._attn_implementation
         return (output * -3.0 if is_wrong else output), weights
 
-    monkeypatch.setattr(Gemma3Attention, "forward", scaled)
+    monkeypatch.setattr(Olmo3Attention, "forward", scaled)
     with pytest.raises(UnsupportedModel, match="other logits"):
         load_model(ModelSettings(path=path, dtype="float32"))

@@ -20,6 +20,7 @@ struct LayerWeights {
     Router router;
     const GatedWeights* experts;  // [router.num_experts]
     const void *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
+    const float *attended_norm, *mlp_norm;  // [hidden_dim]: norms of what attention and MLP give; null: none
     const float* sinks;           // [heads], as in AttendArgs; null: none
     const float* shared_gate;     // [hidden_dim]: shared experts count by its sigmoid; null: whole
     int32_t kv_layer;             // number of the layer among those with KV in blocks, or of those in pages
@@ -27,6 +28,7 @@ struct LayerWeights {
     int32_t gates;                // 1: behind the values, qkv has gates of what is attended, one for each number
     int32_t window;
     int32_t unrotated;            // 1: queries and keys know no positions
+    int32_t is_local;             // 1: they are rotated by the local angles
     float scale;
 };
 
@@ -180,10 +182,11 @@ class DecoderStep {
         int64_t rows = a_.rows;
         T* hidden = (T*)a_.hidden;
         const T* delta = nullptr;
+        const float* mlp_norm = nullptr;  // of the layer before
         for (int l = 0; l < a_.num_layers; l++) {
             const LayerWeights& layer = a_.layers[l];
             if (l > 0 && l <= a_.feature_layers) add_features(hidden, l - 1);
-            hidden = norm(hidden, delta, layer.input_norm, rows);
+            hidden = norm(hidden, delta, layer.input_norm, rows, mlp_norm);
             multiply(layer.qkv, room_.normed, rows, room_.qkv, layer.qkv.n);
             const bool at_end = l == a_.num_layers - 1 && a_.states == nullptr;
             adapt_qkv(layer, l);
@@ -207,14 +210,14 @@ class DecoderStep {
             multiply(layer.output, attended, rows, room_.delta, a_.hidden_dim);
             low_rank_.add(team_, member_, l, {{&Adapted::output, 0}}, at_end, attended, layer.output.k, 0, rows,
                           room_.delta, a_.hidden_dim);
-            hidden = norm(hidden, room_.delta, layer.post_norm, rows);
+            hidden = norm(hidden, room_.delta, layer.post_norm, rows, layer.attended_norm);
             if (layer.router.num_experts > 0)
                 mix(layer, l, at_end, rows);
             else
                 gate(layer.dense, l, at_end, rows, room_.delta);
-            delta = room_.delta;
+            delta = room_.delta, mlp_norm = layer.mlp_norm;
         }
-        norm(hidden, delta, a_.final_norm, rows);
+        norm(hidden, delta, a_.final_norm, rows, mlp_norm);
         const T* states = room_.normed;
         if (a_.states) {
             share_behind_norm(rows, [&](int64_t i) { copy_row(room_.normed, i, (T*)a_.states, i); });
@@ -255,11 +258,11 @@ class DecoderStep {
         });
     }
 
-    // Add `delta`, if any, to the residual, and norm the sums into room_.normed. Returns where the sums are, once
-    // share_behind_norm() was called.
-    T* norm(T* residual, const T* delta, const void* weight, int64_t rows) {
-        NormArgs args{delta,     residual, weight, room_.normed,      rows,       a_.hidden_dim,
-                      a_.is_bf16, 1,        a_.eps, a_.residual_scale, a_.centered};
+    // Add `delta`, if any, to the residual, normed by `delta_norm` if that is given, and norm the sums into
+    // room_.normed. Returns where the sums are, once share_behind_norm() was called.
+    T* norm(T* residual, const T* delta, const void* weight, int64_t rows, const float* delta_norm) {
+        NormArgs args{delta, delta_norm, residual, weight,           room_.normed, rows, a_.hidden_dim, a_.is_bf16,
+                      1,     a_.eps,     a_.residual_scale, a_.centered};
         if (!room_.alone) {
             team_.share(member_, rows, [&](int64_t i) { add_rms_norm_row<T>(args, i); });
             return residual;
@@ -432,6 +435,7 @@ class DecoderStep {
         } else {
             RotateArgs rotate = a_.rotate;
             rotate.qkv = room_.qkv, rotate.query = room_.query;
+            if (layer.is_local) rotate.cos = rotate.local_cos, rotate.sin = rotate.local_sin;
             if (layer.unrotated) rotate.cos = rotate.sin = nullptr;
             rotate.qkv_stride = layer.qkv.n, rotate.centered = a_.centered;
             rotate.q_norm = layer.q_norm, rotate.k_norm = layer.k_norm;

@@ -15,17 +15,24 @@ static inline v16f scaled(v16f x, float factor) {
     return factor == 1.0f ? x : rounded<T>(x * factor);
 }
 
-// out = weight * x / rms(x) in floats, rounded to T once, as models do whose weights are kept less 1
+// 1 / rms(x)
 template <class T>
-static void centered_norm_row(const T* x, const float* weight, T* out, int64_t dim, float eps) {
+static float rms_factor(const T* x, int64_t dim, float eps) {
     v16f parts = {};
     float sum = 0;
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES) parts = fma(load(x + d), load(x + d), parts);
     for (; d < dim; d++) sum += to_float(x[d]) * to_float(x[d]);
     sum += sum_lanes(parts);
-    const float factor = 1.0f / std::sqrt(sum / dim + eps);
-    for (d = 0; d + LANES <= dim; d += LANES) store(out + d, load(x + d) * factor * load(weight + d));
+    return 1.0f / std::sqrt(sum / dim + eps);
+}
+
+// out = weight * x / rms(x) in floats, rounded to T once, as models do whose weights are kept less 1
+template <class T>
+static void centered_norm_row(const T* x, const float* weight, T* out, int64_t dim, float eps) {
+    const float factor = rms_factor(x, dim, eps);
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) store(out + d, load(x + d) * factor * load(weight + d));
     for (; d < dim; d++) out[d] = from_float<T>(to_float(x[d]) * factor * weight[d]);
 }
 
@@ -64,6 +71,7 @@ static void rms_norm_row(const T* x, const T* weight, T* out, int64_t dim, float
 
 struct NormArgs {
     const void* delta;  // [rows, dim], added to the residual first; null: nothing to add
+    const float* delta_norm;  // [dim]: of a norm of delta, as centered_norm_row() does; null: there is none
     void* residual;     // [rows, dim]
     const void* weight;  // floats if `centered`
     void* output;
@@ -80,10 +88,12 @@ static void add_rms_norm_row(const NormArgs& a, int64_t i) {
     T *residual = (T*)a.residual + i * a.dim, *output = (T*)a.output + i * a.dim;
     const float scale = a.delta_scale == 0.0f ? 1.0f : a.delta_scale;
     if (!a.centered) return add_and_norm_row(residual, delta, (const T*)a.weight, output, a.dim, a.eps, scale);
+    const float factor = a.delta_norm ? rms_factor(delta, a.dim, a.eps) : 1.0f;
     for (int64_t d = 0; delta && d < a.dim; d += LANES) {
         const int width = int(std::min<int64_t>(LANES, a.dim - d));
-        const v16f sum = load_few(residual + d, width) + scaled<T>(load_few(delta + d, width), scale);
-        store_few(residual + d, sum, width);
+        v16f added = load_few(delta + d, width);
+        if (a.delta_norm) added = rounded<T>(added * factor * load_few(a.delta_norm + d, width));
+        store_few(residual + d, load_few(residual + d, width) + scaled<T>(added, scale), width);
     }
     centered_norm_row(residual, (const float*)a.weight, output, a.dim, a.eps);
 }
@@ -91,6 +101,7 @@ static void add_rms_norm_row(const NormArgs& a, int64_t i) {
 struct RotateArgs {
     const void* qkv;          // [tokens, (heads + 2 kv_heads) * dim]
     const void *cos, *sin;    // [tokens, dim]; null: nothing is rotated
+    const void *local_cos, *local_sin;  // the same, of layers that have angles of their own; null: none has
     const void *q_norm, *k_norm;  // [dim] each, or null; floats if `centered`
     void* query;              // [tokens, heads * dim]
     void *keys, *values;      // the layer's blocks, as in AttendArgs
@@ -170,6 +181,12 @@ static inline v16f silu(v16f x) {
     return x / (1.0f + vexp(negated));
 }
 
+// GELU by its approximation with tanh: x (1 + tanh u) / 2 is x / (1 + e^-2u)
+static inline v16f gelu(v16f x) {
+    const v16f u = x * (1.0f + 0.044715f * x * x) * 0.7978845608f;
+    return x / (1.0f + vexp(vmin(u * -2.0f, splat(80.0f))));
+}
+
 struct GateArgs {
     const void* gate_up;  // [rows, 2 * dim]: gate, then up
     void* output;         // [rows, dim]
@@ -177,16 +194,21 @@ struct GateArgs {
     int32_t is_bf16, threads;
 };
 
-// out[dim] from gates and ups, which are rounded to T first
-template <class T, class X>
-static inline void silu_and_multiply(const X* gate, const X* up, T* out, int64_t dim) {
+// out[dim] from gates, through `activation`, and ups, all of which are rounded to T first
+template <class T, class X, class F>
+static inline void activate_and_multiply(const X* gate, const X* up, T* out, int64_t dim, F activation) {
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES)
-        store(out + d, rounded<T>(silu<T>(rounded<T>(load(gate + d)))) * rounded<T>(load(up + d)));
+        store(out + d, rounded<T>(activation(rounded<T>(load(gate + d)))) * rounded<T>(load(up + d)));
     for (; d < dim; d++) {
-        float silent = first_lane(silu<T>(rounded<T>(splat(to_float(gate[d])))));
-        out[d] = from_float<T>(to_float(from_float<T>(silent)) * to_float(from_float<T>(to_float(up[d]))));
+        float activated = first_lane(activation(rounded<T>(splat(to_float(gate[d])))));
+        out[d] = from_float<T>(to_float(from_float<T>(activated)) * to_float(from_float<T>(to_float(up[d]))));
     }
+}
+
+template <class T, class X>
+static inline void silu_and_multiply(const X* gate, const X* up, T* out, int64_t dim) {
+    activate_and_multiply(gate, up, out, dim, [](v16f x) { return silu<T>(x); });
 }
 
 // GPT-OSS's gate: (up + 1) * gate * sigmoid(sharpness * gate), of gates up to `limit` and ups within it, rounded to T

@@ -10,6 +10,7 @@
 struct GatedWeights {  // down(silu(gate x) * up x), or as clamped_and_multiply() says
     Strips gate, up, down;
     float sharpness, limit;  // of clamped gates; 0: they are plain
+    int32_t is_gelu;         // 1: gelu() instead of silu()
 };
 
 struct MixtureArgs {
@@ -29,6 +30,7 @@ constexpr int64_t MIXTURE_ROWS = 1024;  // rows that go through the experts at a
 
 template <class T, class X>
 static inline void activate(const GatedWeights& w, const X* gate, const X* up, T* out, int64_t dim) {
+    if (w.is_gelu) return activate_and_multiply(gate, up, out, dim, gelu);
     if (w.sharpness == 0.0f) return silu_and_multiply(gate, up, out, dim);
     clamped_and_multiply(gate, up, out, dim, w.sharpness, w.limit);
 }

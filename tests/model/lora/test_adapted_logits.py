@@ -31,6 +31,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mistral-sliding": (*ATTENTION, *GATED),
     "qwen3-moe": ATTENTION,
     "gemma2": (*ATTENTION, *GATED),
+    "gemma3": (*ATTENTION, *GATED),
     "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     "deepseek-v2": ("q_proj", "kv_a_proj_with_mqa", "o_proj"),
     "gpt-oss": ATTENTION,
@@ -94,7 +95,7 @@ def test_shared_experts(way: str, load_family: LoadFamily, tmp_path: Path) -> No
     torch.testing.assert_close(logits, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "gemma2", "gemma3"])
 def test_equal_to_merged_in_bfloat16(family: str, load_family: LoadFamily, tmp_path: Path) -> None:
     """No further from the exact result than the merged model, whose weights are rounded, is itself."""
     checkpoint, model = load_family(family, "bfloat16")

@@ -86,6 +86,8 @@ class FusedDecoder:
         self._step = DecoderStep(kernels, layout, packed.layers, packed.norm, packed.head, dtype)
         self._layout, self._dtype = layout, dtype
         self._embedding_scale, self._logits_divisor = layout.embedding_scale, layout.logits_divisor
+        if layout.rounds_embedding_scale:
+            self._embedding_scale = torch.tensor(layout.embedding_scale, dtype=dtype).item()
         self._adaptable = adaptable(layout)
 
     def adaptable(self) -> dict[str, LinearShape]:

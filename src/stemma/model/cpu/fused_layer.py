@@ -24,10 +24,13 @@ class Gated:
     gate: PackedProduct
     up: PackedProduct
     down: PackedProduct
+    is_gelu: bool = False
 
     def weights(self) -> GatedWeights:
         """Describe the layer to the kernels."""
-        return GatedWeights(self.gate.strips, self.up.strips, self.down.strips)
+        return GatedWeights(
+            gate=self.gate.strips, up=self.up.strips, down=self.down.strips, is_gelu=self.is_gelu
+        )
 
 
 @dataclass(slots=True)
@@ -118,6 +121,8 @@ class FusedLayer:
     post_norm: torch.Tensor
     head_norms: tuple[torch.Tensor, ...] = field(default=())
     """Weights of the norms of queries and of keys."""
+    out_norms: tuple[torch.Tensor, ...] = field(default=())
+    """[H] float32: of the norms of what attention and what the MLP gives."""
     latent: FusedLatent | None = None
     recurrent: FusedRecurrent | None = None
     sinks: torch.Tensor | None = None
@@ -138,6 +143,7 @@ class FusedLayer:
             post_norm=self.post_norm.data_ptr(),
             window=layer.window or 0,
             unrotated=not layer.rotates,
+            is_local=layer.is_local,
             scale=layer.scaling,
         )
         if self.sinks is not None:
@@ -148,6 +154,8 @@ class FusedLayer:
             described.recurrent = self.recurrent.weights(*offsets)
         if self.head_norms:
             described.q_norm, described.k_norm = (norm.data_ptr() for norm in self.head_norms)
+        if self.out_norms:
+            described.attended_norm, described.mlp_norm = (norm.data_ptr() for norm in self.out_norms)
         if isinstance(mlp, Gated):
             described.dense = mlp.weights()
             return described
@@ -178,6 +186,7 @@ def fuse(
         input_norm=weights.norm(layer.input_norm),
         post_norm=weights.norm(layer.post_norm),
         head_norms=tuple(weights.norm(norm) for norm in layer.head_norms or ()),
+        out_norms=tuple(weights.norm(norm) for norm in layer.out_norms or ()),
         latent=latent,
         recurrent=None if layer.recurrent is None else FusedRecurrent(layer.recurrent, weights),
         sinks=None if layer.sinks is None else weights.floats(layer.sinks.name),
@@ -192,7 +201,7 @@ def _mlp(mlp: layout.Gated | layout.Mixture, weights: NamedWeights, packing: Pac
 
 def _gated(gated: layout.Gated, weights: NamedWeights, packing: Packing) -> Gated:
     gate, up = packing.side_by_side(weights.affine(gated.gate), weights.affine(gated.up))
-    return Gated(gate, up, packing.linears(weights.affine(gated.down)))
+    return Gated(gate, up, packing.linears(weights.affine(gated.down)), gated.is_gelu)
 
 
 def _mixture(mixture: layout.Mixture, weights: NamedWeights, packing: Packing) -> Mixture:

@@ -37,7 +37,12 @@ class GroupedHeads:
     """Heads of queries, on fewer heads of keys and values."""
 
     def __init__(
-        self, heads: layout.GroupedHeads, eps: float, angles: layout.Angles, dtype: torch.dtype
+        self,
+        heads: layout.GroupedHeads,
+        eps: float,
+        dtype: torch.dtype,
+        angles: layout.Angles,
+        local_angles: layout.Angles | None = None,
     ) -> None:
         """`eps`: of the norms of queries and keys, where the layers have any."""
         self._dtype, self._eps, self._dim = dtype, eps, heads.head_dim
@@ -45,6 +50,7 @@ class GroupedHeads:
         self._rotary_dim = heads.rotary_dim or heads.head_dim
         self.group_size = self._num_heads // self.num_kv_heads
         self._angles = RotaryAngles(angles, dtype)
+        self._local_angles = None if local_angles is None else RotaryAngles(local_angles, dtype)
         self._axes = heads.axes
         self._made: tuple[ref[DeviceKV], RotateArgs, AttendArgs] | None = None
         self._step: tuple[torch.Tensor, ...] = ()
@@ -61,6 +67,10 @@ class GroupedHeads:
             cos, sin = self._angles.at_axes(batch.axes, self._axes, reach)
         self._step = cos, sin  # the structure points there
         rotate.cos, rotate.sin = cos.data_ptr(), sin.data_ptr()
+        if self._local_angles is not None:
+            local_cos, local_sin = self._local_angles.at(batch.positions, reach)
+            self._step = (*self._step, local_cos, local_sin)
+            rotate.local_cos, rotate.local_sin = local_cos.data_ptr(), local_sin.data_ptr()
         rotate.slots, rotate.tokens = batch.slots.data_ptr(), len(batch.slots)
         rotate.threads = torch.get_num_threads()
         return rotate, attend
@@ -171,4 +181,5 @@ def heads_of(model: layout.ModelLayout, dtype: torch.dtype) -> Heads:
     """Return what a model's steps need to know of its heads."""
     if isinstance(model.heads, layout.LatentHeads):
         return LatentHeads(model.heads, model.angles(), dtype)
-    return GroupedHeads(model.heads, model.norm.eps, model.angles(), dtype)
+    local = None if model.local_angles is None else model.local_angles()
+    return GroupedHeads(model.heads, model.norm.eps, dtype, model.angles(), local)

@@ -114,7 +114,9 @@ class Gated:
     up: Linear
     down: Linear
     clamped: Clamped | None = None
-    """None: silu."""
+    """None: silu, or GELU."""
+    is_gelu: bool = False
+    """GELU by its approximation with tanh, instead of silu; for no expert."""
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors."""
@@ -282,6 +284,10 @@ class Layer:
     """Tokens that a query sees, itself included; None: all."""
     rotates: bool = True
     """Whether queries and keys are rotated by their positions."""
+    is_local: bool = False
+    """Whether by the model's local angles."""
+    out_norms: tuple[Norm, Norm] | None = None
+    """Norms of what attention and what the MLP gives, before it is added; taken in floats."""
     recurrent: Recurrent | None = None
     """Instead of attention."""
     sinks: Sinks | None = None
@@ -292,7 +298,7 @@ class Layer:
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors."""
-        norms = self.head_norms or ()
+        norms = (*(self.head_norms or ()), *(self.out_norms or ()))
         for part in (
             *self.inputs,
             self.output,
@@ -354,7 +360,11 @@ class ModelLayout:
     """None: the output head is the embedding."""
     angles: Callable[[], Angles]
     """Makes what computes rotary angles."""
+    local_angles: Callable[[], Angles] | None = None
+    """The same for layers that are local; None: none is."""
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
+    """Whether it is rounded to the model's dtype first."""
     residual_scale: float = 1.0
     """Factor of each half of a layer before it is added."""
     logits_divisor: float = 1.0

@@ -12,7 +12,7 @@ from stemma.model.families.cuts import Cuts
 from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V4, SPARSE
 from stemma.model.families.expert_stacks import stack_experts
 from stemma.model.families.family import Family
-from stemma.model.families.gemma import GEMMA2, GEMMA_FORMS
+from stemma.model.families.gemma import GEMMA2, GEMMA3, GEMMA_FORMS
 from stemma.model.families.gguf import GGUFForm
 from stemma.model.families.glm4 import GLM4_FORM
 from stemma.model.families.gpt_oss import GPT_OSS, GPT_OSS_FORM
@@ -48,6 +48,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V4,
     *SPARSE,
     GEMMA2,
+    GEMMA3,
     GPT_OSS,
     *GRANITE,
     *LFM2,

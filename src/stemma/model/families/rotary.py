@@ -17,9 +17,9 @@ grows beyond the training length, at which `context_limit` ends it."""
 class RotaryAngles:
     """Cosines and sines of positions, in transformers' order: both halves of a head have the same angles."""
 
-    def __init__(self, config: Any, head_dim: int) -> None:
-        """Take a config that `has_fixed_angles`."""
-        parameters = config.rope_parameters
+    def __init__(self, config: Any, head_dim: int, layer_type: str | None = None) -> None:
+        """Take a config that `has_fixed_angles`; `layer_type`: where it has angles for each."""
+        parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
         self._scaling = 1.0
         if parameters["rope_type"] == "default":
             num_dims = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
@@ -29,7 +29,8 @@ class RotaryAngles:
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
             compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
-            self._frequencies, self._scaling = compute(config, torch.device("cpu"))
+            kind = {} if layer_type is None else {"layer_type": layer_type}
+            self._frequencies, self._scaling = compute(config, torch.device("cpu"), **kind)
 
     @property
     def num_dims(self) -> int:
