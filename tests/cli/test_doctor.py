@@ -47,7 +47,7 @@ def test_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         "environment": {"OMP_NUM_THREADS": "3"},
     }
     assert 0 < found["memory"]["free_bytes"] <= found["memory"]["total_bytes"]
-    assert found["gpu"]["state"] == "the CUDA path has run once, on one H100: small models, no ranks"
+    assert found["gpu"]["state"] == "the CUDA path has run twice, on an H100: small models, no ranks"
     assert found["tiers"] == {"host_bytes": None, "disk": None, "pool": None}
     assert found["cache_folder"]["problem"] is None
 

@@ -1,1 +1,1 @@
-"""How a model runs on CUDA: Triton kernels and CUDA graphs. Run once, on an H100."""
+"""How a model runs on CUDA: Triton kernels and CUDA graphs. Run twice, on an H100."""
