@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -57,13 +57,23 @@ def prompts_of(
     return prompts[first : first + num_prompts]
 
 
-def answers(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> list[Any]:
-    """Return tokens and log-probabilities of each prompt's answers, one at each temperature."""
+Asked: TypeAlias = list[tuple[list[int], SamplingParams]]
+"""Prompts, and how each is answered."""
+
+
+def asked_of(prompts: Sequence[list[int]], max_tokens: int, *, by_turns: bool) -> Asked:
+    """Return each prompt at each temperature; `by_turns`: at one of them."""
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=one, seed=7, ignore_eos=True, logprobs=1)
         for one in TEMPERATURES
     ]
-    asked = [(prompt, how) for prompt in prompts for how in params]
+    if by_turns:
+        return [(prompt, params[number % len(params)]) for number, prompt in enumerate(prompts)]
+    return [(prompt, how) for prompt in prompts for how in params]
+
+
+def answers(llm: LLM, asked: Asked) -> list[Any]:
+    """Return tokens and log-probabilities of the answers."""
     found = llm.generate([prompt for prompt, _ in asked], [how for _, how in asked])
     return [(one.completions[0].token_ids, one.completions[0].logprobs) for one in found]
 
@@ -98,12 +108,17 @@ def count_differences(
     num_shared: int = PREFIX_TOKENS,
     max_tokens: int = 12,
     texts: Sequence[Path] = TEXTS,
+    by_turns: bool = False,
 ) -> dict[str, int]:
-    """Return, for each way to serve the prompts, how many of two rounds of answers differ."""
+    """Return, for each way to serve the prompts, how many of two rounds of answers differ.
+
+    `by_turns`: every second prompt is answered at the second temperature; else all are at both.
+    """
     llm = LLM(model, device="cpu", **NO_CACHE)
     try:
         prompts = prompts_of(llm, texts, first, num_prompts, num_shared)
-        expected = [answer for prompt in prompts for answer in answers(llm, [prompt], max_tokens)]
+        asked = asked_of(prompts, max_tokens, by_turns=by_turns)
+        expected = [answers(llm, [one])[0] for one in asked]
         small = small_device(llm)
     finally:
         llm.close()
@@ -121,7 +136,7 @@ def count_differences(
         for way, settings in ways.items():
             llm = LLM(model, device="cpu", **settings)
             try:
-                rounds = [answers(llm, prompts, max_tokens) for _ in range(2)]
+                rounds = [answers(llm, asked) for _ in range(2)]
             finally:
                 llm.close()
             differences[way] = sum(
@@ -138,6 +153,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first prompt, to count in several runs")
     parser.add_argument("--shared", type=int, default=PREFIX_TOKENS, help="tokens that five prompts share")
     parser.add_argument("--tokens", type=int, default=12, help="length of an answer")
+    parser.add_argument("--by-turns", action="store_true", help="one temperature for each prompt, by turns")
     parser.add_argument("--text", type=Path, nargs="+", default=TEXTS, help="where prompts are cut from")
     parser.add_argument("--hybrid", help="a model_type with recurrent layers, e.g. qwen3_next")
     options = parser.parse_args()
@@ -153,10 +169,12 @@ def main() -> None:
             num_shared=options.shared,
             max_tokens=options.tokens,
             texts=options.text,
+            by_turns=options.by_turns,
         )
+    num_answers = 2 * options.prompts * (1 if options.by_turns else len(TEMPERATURES))
     table = Table("served from", "answers", "that differ")
     for way, number in found.items():
-        table.add_row(way, str(2 * len(TEMPERATURES) * options.prompts), str(number))
+        table.add_row(way, str(num_answers), str(number))
     Console().print(table, f"{time.perf_counter() - started:.0f} s")
     sys.exit(1 if any(found.values()) else 0)
 
