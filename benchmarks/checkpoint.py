@@ -82,13 +82,13 @@ def long_checkpoint(num_layers: int) -> Path:
     return _built(_cache_folder(f"bench-long-{num_layers}"), config)
 
 
-def latent_checkpoint(folder: Path | None = None) -> Path:
-    """Return a small dense model over DeepSeek's latents for 140,000 tokens in bf16, built once."""
+def latent_checkpoint(num_layers: int = 8) -> Path:
+    """Return a small dense model over DeepSeek's latents (8 layers) for 140,000 tokens, built once."""
     config = DeepseekV3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=1024,
-        num_hidden_layers=8,
-        first_k_dense_replace=8,
+        num_hidden_layers=num_layers,
+        first_k_dense_replace=num_layers,
         num_attention_heads=16,
         num_key_value_heads=16,
         intermediate_size=2816,
@@ -103,7 +103,7 @@ def latent_checkpoint(folder: Path | None = None) -> Path:
         bos_token_id=None,
         eos_token_id=1,
     )
-    return _built(folder or _cache_folder("bench-latent-long"), config)
+    return _built(_cache_folder(f"bench-latent-{num_layers}"), config)
 
 
 def _cache_folder(name: str) -> Path:

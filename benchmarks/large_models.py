@@ -4,11 +4,13 @@ An 8B shape and a mixture of 16B of which a token meets 2.5B, as GGUF files of Q
 blocks, the 8B shape as a GPTQ checkpoint of four bits, and half of GPT-OSS 20B's layers in MXFP4. For each:
 seconds to load it when its pages aren't in memory, beside reading the file once in the same state; the
 process's peak memory beside the file; milliseconds of decode steps of 1 and 8 rows beside reading what they
-need of the file at the machine's bandwidth; a prompt of 512. Each model runs in a process of its own. Run it
-on a quiet machine with 20 GB.
+need of the file at the machine's bandwidth; a prompt. Each model runs in a process of its own. Run it on a
+quiet machine with 20 GB.
 
-`--only 8b|gptq|moe|gpt-oss`, `--ik-llama PYTHON` for the peer, `--folder DIR` for the files (32 GB),
-`--threads N`.
+`--only 8b|gptq|moe|gpt-oss`, `--ik-llama PYTHON` for the peer, which reads no GPTQ: beside that it gets a
+file of Q4_0's types. `--quantize inputs` rounds inputs to eight bits, as the peer does. `--folder DIR` keeps
+the files (32 GB), `--write` writes them and measures nothing. `--prompt N`, `--rounds N` (processes of ours),
+`--turns N` (within each) and `--threads N` shorten it, `--layers N` is for machines without the memory.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,20 @@ SHAPES = {
     "gptq": EIGHT_BILLION,
     "gpt-oss": Shape("gpt-oss", 12, 2880, 2880, 64, 8, 64, num_experts=32, experts_per_token=4),
 }
-TURNS = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How each model is measured."""
+
+    threads: int
+    prompt: int
+    rounds: int
+    """Processes of ours that load the model."""
+    turns: int
+    """Measurements within a process, of which medians are taken; of the peer's prompts, too."""
+    quantize: str
+    ik_llama: Path | None
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,8 @@ class Case:
     path: Path
     shape: Shape
     file_bytes: int
+    peer_file: Path | None
+    """What ik_llama.cpp reads in its place, if it can read any such model."""
 
     def step_share(self, num_rows: int) -> float:
         """Return the share of the file that a step reads: experts are expected to be chosen evenly."""
@@ -80,15 +97,15 @@ def read_s(path: Path) -> float:
     return sum(timed_s(partial(read_plainly, file)) for file in files_of(path))
 
 
-def probe(path: Path, threads: int) -> dict[str, float]:
+def probe(path: Path, plan: Plan) -> dict[str, float]:
     """Load the model in this process, decode with it, and return the figures."""
     libraries = resident_bytes()
     start = time.perf_counter()
-    bench = Bench({"own": (path, "none")}, threads)
+    bench = Bench({"own": (path, plan.quantize)}, plan.threads)
     load_s = time.perf_counter() - start
     loading_peak = peak_bytes()
-    steps = {rows: bench.decode(rows, LLAMA_CONTEXT, TURNS).ms["own"] for rows in (1, BATCH)}
-    prompt_ms = bench.prefill(LLAMA_PROMPT, TURNS).ms["own"]
+    steps = {rows: bench.decode(rows, LLAMA_CONTEXT, plan.turns).ms["own"] for rows in (1, BATCH)}
+    prompt_ms = bench.prefill(plan.prompt, plan.turns).ms["own"]
     return {
         "load_s": load_s,
         "libraries_bytes": libraries,
@@ -111,34 +128,35 @@ def bandwidth(threads: int) -> float:
     return READ_BYTES / min(times) * 1e3
 
 
-def measure(case: Case, threads: int, ik_llama: Path | None) -> dict[str, Any]:
-    """Measure one model, and the peer on the same file between two halves of nothing of ours."""
+def measure(case: Case, plan: Plan) -> dict[str, Any]:
+    """Measure one model, then the peer."""
     read, loaded = [], []
-    for _ in range(2):
+    for _ in range(plan.rounds):
         drop_pages(files_of(case.path))
         read.append(read_s(case.path))
         drop_pages(files_of(case.path))
-        loaded.append(_own(case.path, threads))
+        loaded.append(_own(case.path, plan))
     figures = {name: statistics.median(one[name] for one in loaded) for name in loaded[0]}
-    figures |= {"read_s": min(read), "bytes_per_s": bandwidth(threads)}
-    if ik_llama is not None and case.path.is_file():
-        sizes = map(str, (threads, LLAMA_CONTEXT, LLAMA_STEPS, LLAMA_PROMPT))
-        command = [str(ik_llama), str(PEERS / "ik_llama_speed.py"), str(case.path), *sizes]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        figures |= {f"peer_{name}": value for name, value in json.loads(done.stdout.splitlines()[-1]).items()}
+    figures |= {"read_s": min(read), "bytes_per_s": bandwidth(plan.threads)}
+    if plan.ik_llama is not None and case.peer_file is not None:
+        sizes = map(str, (plan.threads, LLAMA_CONTEXT, LLAMA_STEPS, plan.prompt, plan.turns))
+        peer = _last_line([str(plan.ik_llama), str(PEERS / "ik_llama_speed.py"), str(case.peer_file), *sizes])
+        figures |= {f"peer_{name}": value for name, value in peer.items()}
     return figures
 
 
-def _own(path: Path, threads: int) -> dict[str, float]:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.large_models",
-        "--probe",
-        str(path),
-        "--threads",
-        str(threads),
-    ]
+def _own(path: Path, plan: Plan) -> dict[str, float]:
+    return _last_line(
+        [
+            *(sys.executable, "-m", "benchmarks.large_models", "--probe", str(path)),
+            *("--threads", str(plan.threads), "--prompt", str(plan.prompt)),
+            *("--turns", str(plan.turns), "--quantize", plan.quantize),
+        ]
+    )
+
+
+def _last_line(command: list[str]) -> dict[str, float]:
+    """Return the JSON that a process prints at its end."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
@@ -146,7 +164,7 @@ def _own(path: Path, threads: int) -> dict[str, float]:
     return found
 
 
-def rows_of(case: Case, figures: dict[str, Any]) -> list[tuple[str, str, str]]:
+def rows_of(case: Case, figures: dict[str, Any], prompt: int) -> list[tuple[str, str, str]]:
     """Return what was measured, the figure, and its ratio to the limit and to the peer."""
     loaded, read = figures["load_s"], figures["read_s"]
     beyond = figures["loading_peak_bytes"] - figures["libraries_bytes"]
@@ -168,7 +186,7 @@ def rows_of(case: Case, figures: dict[str, Any]) -> list[tuple[str, str, str]]:
         note = f"{limit_ms / figures[key]:.2f} of reading at {figures['bytes_per_s'] / 1e9:.1f} GB/s"
         rows.append((name, f"{figures[key]:.1f} ms", note + _beside(figures, key)))
     rows.append(
-        ("prompt of 512", f"{figures['prompt_ms']:.0f} ms", _beside(figures, "prompt_ms").lstrip("; "))
+        (f"prompt of {prompt}", f"{figures['prompt_ms']:.0f} ms", _beside(figures, "prompt_ms").lstrip("; "))
     )
     return rows
 
@@ -178,39 +196,71 @@ def _beside(figures: dict[str, Any], key: str) -> str:
     return "" if peer is None else f"; ik_llama.cpp {peer:.1f} ms, {peer / figures[key]:.2f} x"
 
 
-def cases(folder: Path, only: str) -> list[Case]:
+def cases(folder: Path, only: str, layers: int | None, *, with_peer: bool) -> list[Case]:
     """Write the files that aren't there yet and return what to measure."""
     tokenizer = half_billion_checkpoint()
     found = []
-    for name, shape in SHAPES.items():
+    for name, full in SHAPES.items():
         if only not in ("", name):
             continue
+        shape = replace(full, num_layers=min(layers or full.num_layers, full.num_layers))
+        cut = "" if shape == full else f"-{shape.num_layers}-of-{full.num_layers}-layers"
+        peer_file = None
         if name == "gptq":
-            path = write_random_gptq(shape, folder / "bench-8b-gptq", tokenizer)
+            path = write_random_gptq(shape, folder / f"bench-8b{cut}-gptq", tokenizer)
+            peer_file = folder / f"bench-8b{cut}-Q4_0.gguf"
+            if with_peer:
+                write_random(shape, peer_file, tokenizer, "Q4_0")
         elif name == "gpt-oss":
-            path = write_random_mxfp4(shape, folder / "bench-gpt-oss-10b", tokenizer)
+            path = write_random_mxfp4(shape, folder / f"bench-gpt-oss-10b{cut}", tokenizer)
         else:
-            path = write_random(shape, folder / f"bench-{name}-Q4_K_M.gguf", tokenizer)
-        found.append(Case(name, path, shape, sum(file.stat().st_size for file in files_of(path))))
+            path = peer_file = write_random(shape, folder / f"bench-{name}{cut}-Q4_K_M.gguf", tokenizer)
+        num_bytes = sum(file.stat().st_size for file in files_of(path))
+        found.append(Case(name, path, shape, num_bytes, peer_file))
     return found
+
+
+def parsed() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", choices=SHAPES, default="")
+    parser.add_argument("--ik-llama", type=Path, help="Python with ik-llama-cpp-python")
+    parser.add_argument("--folder", type=Path, default=half_billion_checkpoint().parent)
+    parser.add_argument("--write", action="store_true", help="write the files and end")
+    parser.add_argument("--layers", type=int, help="of each model; default: all")
+    parser.add_argument("--quantize", choices=("none", "inputs"), default="none")
+    parser.add_argument("--prompt", type=int, default=LLAMA_PROMPT)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--probe", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def main() -> None:
     """Measure and print a table of each model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", choices=("8b", "gptq", "moe", "gpt-oss"), default="")
-    parser.add_argument("--ik-llama", type=Path, help="Python with ik-llama-cpp-python")
-    parser.add_argument("--folder", type=Path, default=half_billion_checkpoint().parent)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--probe", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parsed()
+    plan = Plan(
+        options.threads,
+        options.prompt,
+        options.rounds,
+        options.turns,
+        options.quantize,
+        options.ik_llama,
+    )
     if options.probe:
-        print(json.dumps(probe(options.probe, options.threads)))
+        print(json.dumps(probe(options.probe, plan)))
         return
-    for case in cases(options.folder, options.only):
-        figures = measure(case, options.threads, options.ik_llama)
-        table = Table("what", "figure", "beside", title=f"{case.name}: {case.path.name}")
-        for row in rows_of(case, figures):
+    with_peer = plan.ik_llama is not None
+    for case in cases(options.folder, options.only, options.layers, with_peer=with_peer):
+        if options.write:
+            continue
+        figures = measure(case, plan)
+        title = f"{case.name}: {case.path.name}, --quantize {plan.quantize}"
+        if plan.ik_llama is not None and case.peer_file is not None:
+            title += f"; ik_llama.cpp: {case.peer_file.name}"
+        table = Table("what", "figure", "beside", title=title)
+        for row in rows_of(case, figures, plan.prompt):
             table.add_row(*row)
         Console(width=130).print(table)
 

@@ -1,12 +1,15 @@
 """Contexts of 8k to 128k tokens beside the machine's limits: `python -m benchmarks.long_contexts`.
 
 Random weights of SmolLM2-135M's shape, and of a small model over DeepSeek's latents (16 heads over latents of
-512), in bf16. `cold`: a fresh prompt's milliseconds a token, beside its products and its attention at what
-registers do. `decode`: a step of 1 and 8 rows over KV that nothing shares, beside reading weights and KV once
-at the machine's bandwidth; on 6 of the 30 layers, so that 8 times 128k fit. `disk`: the first token behind
-100,000 tokens that a former engine left on disk, pages dropped, beside reading the same files (6 layers).
+512), in bf16. `cold`, `latent`: a fresh prompt's milliseconds a token, beside its products and its attention
+at what registers do. `decode`: a step of 1 and 8 rows over KV that nothing shares, beside reading weights and
+KV once at the machine's bandwidth; on 6 of the 30 layers, so that 8 times 128k fit. `disk`: the first token
+behind 100,000 tokens that a former engine left on disk, pages dropped, beside reading the same files (6
+layers).
 
-`--only cold|latent|decode|disk`, `--lengths 8192,32768,131072`, `--threads N`. Run it on a quiet machine.
+`--only cold|latent|decode|disk`, `--lengths 8192,32768,131072`, `--threads N`. `--layers N` cuts the models
+of fresh prompts, where all of their layers take too long: time and limit shrink alike. Run it on a quiet
+machine.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from stemma.native.library import load_kernels
 from stemma.types import TokenArray
 
 BLOCK_SIZE = 64
-SHALLOW, DEEP = 6, 30
+SHALLOW, DEEP, LATENT = 6, 30, 8
 ON_DISK = 100_000
 NUM_NEW = 32
 KV_BYTES = 4_500_000_000
@@ -55,12 +58,29 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Depth:
+    """The layers that are computed, of those that the model has."""
+
+    layers: int
+    full: int
+
+    def __str__(self) -> str:
+        return "" if self.layers == self.full else f", {self.layers} of {self.full} layers"
+
+
+@dataclass(frozen=True)
 class Options:
     """What is measured, and on what."""
 
     lengths: list[int]
     limits: Limits
     directory: Path
+    layers: int | None = None
+    """How many layers compute fresh prompts; None: all."""
+
+    def depth(self, full: int) -> Depth:
+        """Return how much of a model of `full` layers computes fresh prompts."""
+        return Depth(min(self.layers or full, full), full)
 
 
 def tokens(num_tokens: int, seed: int) -> TokenArray:
@@ -70,44 +90,50 @@ def tokens(num_tokens: int, seed: int) -> TokenArray:
 
 def cold(options: Options) -> Iterator[Row]:
     """Fresh prompts on SmolLM2's shape."""
+    depth = options.depth(DEEP)
     hidden, inner, heads, kv_heads, size = 576, 1536, 9, 3, 64
-    weights = DEEP * (2 * hidden * size * (heads + kv_heads) + 3 * hidden * inner)
-    a_pair = DEEP * heads * 4 * size
-    yield from _cold(long_checkpoint(DEEP), weights, a_pair, options)
+    weights = depth.layers * (2 * hidden * size * (heads + kv_heads) + 3 * hidden * inner)
+    a_pair = depth.layers * heads * 4 * size
+    yield from _cold(long_checkpoint(depth.layers), depth, weights, a_pair, options)
 
 
 def latent(options: Options) -> Iterator[Row]:
     """Fresh prompts over latents, beside the products that they take absorbed, and would take expanded."""
-    layers, hidden, inner, heads = 8, 1024, 2816, 16
+    depth = options.depth(LATENT)
+    hidden, inner, heads = 1024, 2816, 16
     rank, rope, nope, value = 512, 64, 128, 128
     projections = hidden * heads * (nope + rope) + hidden * (rank + rope) + heads * value * hidden
     absorbing = heads * rank * (nope + value)
-    weights = layers * (projections + absorbing + 3 * hidden * inner)
-    a_pair = layers * heads * 2 * ((rank + rope) + rank)
-    expanded = layers * heads * 2 * (nope + rope + value)
-    for row in _cold(latent_checkpoint(), weights, a_pair, options):
-        length = int(row.name.split()[-1].replace(",", ""))
+    weights = depth.layers * (projections + absorbing + 3 * hidden * inner)
+    a_pair = depth.layers * heads * 2 * ((rank + rope) + rank)
+    expanded = depth.layers * heads * 2 * (nope + rope + value)
+    rows = _cold(latent_checkpoint(depth.layers), depth, weights, a_pair, options)
+    for length, row in zip(options.lengths, rows, strict=True):
         less_s = (a_pair - expanded) * length**2 / 2 / (options.limits.register_gflops * 1e9)
         note = f"{row.note}; expanded at least {1e3 * (row.limit_s - less_s) / length:.2f} ms"
         yield Row(f"latents, {row.name}", row.seconds, row.limit_s, note)
 
 
-def _cold(path: Path, num_weights: int, pair_operations: int, options: Options) -> Iterator[Row]:
+def _cold(
+    path: Path, depth: Depth, num_weights: int, pair_operations: int, options: Options
+) -> Iterator[Row]:
     parts = build_engine(engine_settings(path, kv_cache_memory=KV_BYTES, speculation="off"))
     serve(parts, tokens(256, 0), 1)
     for length in options.lengths:
         seconds, _ = serve(parts, tokens(length, length), 1)
         operations = 2 * num_weights * length + pair_operations * length**2 / 2
         limit_s = operations / (options.limits.register_gflops * 1e9)
-        note = f"{1e3 * seconds / length:.3f} ms a token, at least {1e3 * limit_s / length:.3f}"
-        yield Row(f"cold prompt of {length:,}", seconds, limit_s, note)
+        a_token = 1e3 * seconds / length
+        note = f"{a_token:.3f} ms a token, {1e3 * a_token / depth.layers:.1f} µs a layer of it"
+        note += f", at least {1e3 * limit_s / length:.3f} ms"
+        yield Row(f"cold prompt of {length:,}{depth}", seconds, limit_s, note)
         parts.engine.flush_cache()
     parts.engine.close()
 
 
 def decode(options: Options) -> Iterator[Row]:
     """Steps over random KV, none of it shared."""
-    for name, path in (("", long_checkpoint(SHALLOW)), ("latents, ", latent_checkpoint())):
+    for name, path in (("", long_checkpoint(SHALLOW)), ("latents, ", latent_checkpoint(LATENT))):
         model = load_model(ModelSettings(path=path, dtype="bfloat16", device="cpu"))
         layout = model.layout(BLOCK_SIZE)
         for length in options.lengths:
@@ -174,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--lengths", default="8192,32768,131072")
+    parser.add_argument("--layers", type=int, help="of fresh prompts' models; default: all")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="disk to measure")
     args = parser.parse_args()
@@ -182,8 +209,8 @@ def main() -> None:
     kernels = load_kernels()
     if kernels is None:
         raise SystemExit("no native kernels on this machine: nothing to measure")
-    limits = measure_limits(kernels, is_bf16=True)
-    options = Options([int(one) for one in args.lengths.split(",")], limits, args.dir)
+    limits = measure_limits(kernels, is_bf16=True, rounds=5)
+    options = Options([int(one) for one in args.lengths.split(",")], limits, args.dir, args.layers)
     title = (
         f"{limits.level}: registers {limits.register_gflops:,.0f} GF/s, reading {limits.read_gb_s:.1f} GB/s"
     )

@@ -1,7 +1,8 @@
 """Time ik_llama.cpp in its own environment: `python ik_llama_speed.py FILE THREADS CONTEXT STEPS PROMPT`.
 
 Prints the line of JSON that llama_speed.py prints. Weights as the file has them and repacked as they load,
-each with and without flash attention; the fastest counts.
+each with and without flash attention; the fastest counts. A number more: of how many prompts (3) the median
+is taken.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ class Session:
         lib.llama_free_model(self._model)
 
 
-def measure(session: Session, context: int, steps: int, prompt: int) -> tuple[float, float]:
+def measure(session: Session, context: int, steps: int, prompt: int, turns: int) -> tuple[float, float]:
     session.run(16)
     prompts = []
-    for _ in range(3):
+    for _ in range(turns):
         session.clear()
         prompts.append(session.run(prompt))
     session.clear()
@@ -80,12 +81,13 @@ def measure(session: Session, context: int, steps: int, prompt: int) -> tuple[fl
 
 def main() -> None:
     file, threads, context, steps, prompt = sys.argv[1], *map(int, sys.argv[2:6])
+    turns = int(sys.argv[6]) if len(sys.argv) > 6 else 3
     random.seed(0)
     lib.llama_backend_init()
     found = []
     for repacked, flash in itertools.product((False, True), repeat=2):
         session = Session(file, threads, max(context + steps, prompt) + 64, repacked=repacked, flash=flash)
-        found.append(measure(session, context, steps, prompt))
+        found.append(measure(session, context, steps, prompt, turns))
         session.close()
     print(json.dumps({"step_ms": min(f[0] for f in found), "prompt_ms": min(f[1] for f in found)}))
 
