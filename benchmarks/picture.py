@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from benchmarks.workloads import PROBES
+from benchmarks.workloads import all_probes
 
 WIDTH, ROW, LEFT, RIGHT, TOP = 860, 24, 300, 70, 46
 LOWEST, HIGHEST = 0.05, 4.0
@@ -29,7 +29,7 @@ def ratios(results: dict[str, Any], peer: str) -> list[tuple[str, float]]:
     servers = results["servers"]
     own, other = servers["stemma"], servers[peer]
     found = []
-    for probe in PROBES:
+    for probe in all_probes():
         if probe.name in own["probes"] and probe.name in other["probes"]:
             rounds = zip(own["probes"][probe.name], other["probes"][probe.name], strict=False)
             ratio = statistics.median(a["value"] / b["value"] for a, b in rounds)

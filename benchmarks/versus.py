@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.checkpoint import half_billion_checkpoint
 from benchmarks.peers import servers
-from benchmarks.workloads import PROBES, Probe, ProbeResult
+from benchmarks.workloads import Probe, ProbeResult, all_probes
 from stemma.cli.bench.driver import Target, negotiate
 from stemma.cli.client import RequestFailed, make_http
 from stemma.errors import StemmaError
@@ -89,6 +89,12 @@ def main(
     data: Annotated[Path | None, typer.Option(help="Folder with gsm8k_test.jsonl and mmlu/.")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of each server.")] = psutil.cpu_count(False) or 2,
     rounds: Annotated[int, typer.Option(min=1)] = 1,
+    samples: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Of first tokens and decode, at most: 1 where a peer's prompts take minutes."
+        ),
+    ] = 5,
     only: Annotated[str, typer.Option(help="Comma list of workloads; default: all.")] = "",
     stemma_flags: Annotated[str, typer.Option(help="More flags for `stemma serve`.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
@@ -100,8 +106,9 @@ def main(
     """Measure every server that is given; print ratios of Stemma to each peer."""
     console = Console(highlight=False)
     path = _checkpoint(checkpoint)
-    asked = only.split(",") if only else [p.name for p in PROBES if p.num_tokens <= servers.MAX_MODEL_LEN]
-    chosen = [probe for probe in PROBES if probe.name in asked]
+    known = all_probes(samples)
+    asked = only.split(",") if only else [p.name for p in known if p.num_tokens <= servers.MAX_MODEL_LEN]
+    chosen = [probe for probe in known if probe.name in asked]
     length = max([servers.MAX_MODEL_LEN, *(probe.num_tokens for probe in chosen)])
     if rounds > 1 and (openvino or llama_cpp or pace):
         # Rounds differ in the cache's salt, which these servers don't know: a second would find the prompts.

@@ -95,13 +95,13 @@ async def _together(target: Target, prompts: Sequence[str], max_tokens: int, lim
 
 
 def _ttft_probe(
-    name: str, title: str, prompts: Callable[[TextMaker, int], tuple[list[str], str]], repeats: int = 5
+    name: str, title: str, prompts: Callable[[TextMaker, int], tuple[list[str], str]], num_samples: int
 ) -> Probe:
     """TTFT of a prompt after others were sent; `prompts(maker, i)` gives (to send before, to measure)."""
 
     async def run(target: Target, _: Path | None, count: Counter) -> ProbeResult:
         answers = []
-        for i in range(repeats):
+        for i in range(num_samples):
             before, measured = prompts(_maker(count, 1000 * len(name) + i), i)
             for prompt in before:
                 await _one(target, prompt, 2)
@@ -135,10 +135,10 @@ def decode_rate(answers: Sequence[Answer]) -> float | None:
     return tokens / (last - first) if last > first else None
 
 
-def _decode_probe(name: str, batch: int, context: int, num_tokens: int = 64) -> Probe:
+def _decode_probe(name: str, batch: int, context: int, num_tokens: int, num_samples: int) -> Probe:
     async def run(target: Target, _: Path | None, count: Counter) -> ProbeResult:
         samples, answers = [], []
-        for i in range(3):
+        for i in range(num_samples):
             maker = _maker(count, 77_000 + 100 * i + batch + context)
             prompts = [maker.text(context) for _ in range(batch)]
             # Computed before: how a server mixes prompts with decodes would decide which tokens count.
@@ -247,26 +247,28 @@ def _burst(_: Path | None, count: Counter) -> list[str]:
     return prompts
 
 
-_LONG = _ttft_probe("cold_7900", "TTFT, 7,900 tokens cold", lambda maker, _: ([], maker.text(7900)), 3)
-
-PROBES = (
-    _ttft_probe("cold", "TTFT, 2,048 tokens cold", lambda maker, _: ([], maker.text(2048))),
-    _ttft_probe("warm", "TTFT, 2,048 cached + 32 new", _warm),
-    _ttft_probe("repeat", "TTFT, exact repeat of 2,048", _repeat),
-    _decode_probe("decode_1_64", 1, 64),
-    _decode_probe("decode_8_64", 8, 64),
-    _decode_probe("decode_1_2048", 1, 2048, 48),
-    _decode_probe("decode_8_1024", 8, 1024, 48),
-    Probe("multi_turn", "multi-turn chat, 8 sessions x 6 turns", "s", _multi_turn),
-    _total_probe("gsm8k", "GSM8K 8-shot, 24 questions", _gsm8k, max_tokens=32, needs_data=True),
-    _total_probe("mmlu", "MMLU 5-shot, 32 questions", _mmlu, max_tokens=2, needs_data=True),
-    _total_probe(
-        "prefix_100", "100-token shared prefix, mean TTFT", _short_prefix, max_tokens=2, mean_ttft=True
-    ),
-    _total_probe("repeats", "6 prompts of 768, each 4 times", _repeats, max_tokens=16),
-    _total_probe("no_sharing", "no sharing, 24 x (512 + 32)", _no_sharing, max_tokens=32),
-    Probe("n_8", "n = 8 samples of a 1,024-token prompt", "s", _parallel_samples),
-    Probe("beam_4", "beam, width 4, 1,024-token prompt, 24 tokens", "s", _beam),
-    _total_probe("burst", "296 prompts at once, 8 shared prefixes", _burst, max_tokens=32, limit=296),
-    replace(_LONG, num_tokens=8192),
-)
+def all_probes(most_samples: int = 5) -> tuple[Probe, ...]:
+    """Return all workloads; of first tokens and decode at most so many samples are taken each."""
+    some, few = most_samples, min(3, most_samples)
+    long = _ttft_probe("cold_7900", "TTFT, 7,900 tokens cold", lambda maker, _: ([], maker.text(7900)), few)
+    return (
+        _ttft_probe("cold", "TTFT, 2,048 tokens cold", lambda maker, _: ([], maker.text(2048)), some),
+        _ttft_probe("warm", "TTFT, 2,048 cached + 32 new", _warm, some),
+        _ttft_probe("repeat", "TTFT, exact repeat of 2,048", _repeat, some),
+        _decode_probe("decode_1_64", 1, 64, 64, few),
+        _decode_probe("decode_8_64", 8, 64, 64, few),
+        _decode_probe("decode_1_2048", 1, 2048, 48, few),
+        _decode_probe("decode_8_1024", 8, 1024, 48, few),
+        Probe("multi_turn", "multi-turn chat, 8 sessions x 6 turns", "s", _multi_turn),
+        _total_probe("gsm8k", "GSM8K 8-shot, 24 questions", _gsm8k, max_tokens=32, needs_data=True),
+        _total_probe("mmlu", "MMLU 5-shot, 32 questions", _mmlu, max_tokens=2, needs_data=True),
+        _total_probe(
+            "prefix_100", "100-token shared prefix, mean TTFT", _short_prefix, max_tokens=2, mean_ttft=True
+        ),
+        _total_probe("repeats", "6 prompts of 768, each 4 times", _repeats, max_tokens=16),
+        _total_probe("no_sharing", "no sharing, 24 x (512 + 32)", _no_sharing, max_tokens=32),
+        Probe("n_8", "n = 8 samples of a 1,024-token prompt", "s", _parallel_samples),
+        Probe("beam_4", "beam, width 4, 1,024-token prompt, 24 tokens", "s", _beam),
+        _total_probe("burst", "296 prompts at once, 8 shared prefixes", _burst, max_tokens=32, limit=296),
+        replace(long, num_tokens=8192),
+    )
