@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from hypothesis import settings
 
 from stemma.model.demo import demo_model, missing_packages
 
+# Much of the time of imports and collection would go into looks at what they make, which all stays.
+gc.disable()
 # One thread a process, children included: on cores that pytest's processes share, threads spend their time
 # waiting for each other. Tests of several threads ask for them.
 torch.set_num_threads(1)
@@ -41,6 +44,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in lacks.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Let garbage be looked for again, but not among what was imported and collected: that is for ever."""
+    gc.enable()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At the end all is garbage; what libraries count is let go."""
+    gc.unfreeze()
 
 
 # The same examples in every run, so that what passed once goes on passing; `make test-all` searches others.

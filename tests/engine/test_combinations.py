@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle, product
+from itertools import combinations, cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from stemma.errors import ConfigError
 from tests.adapters import write_adapter
 from tests.checkpoints import build, build_mtp
 from tests.quantized_files import Tensors, gptq, quantize_in_place, rewrite
+from tests.shared_loads import shared_loads
 
 FAMILIES = ("llama", "qwen3-moe", "gemma2", "gpt-oss", "deepseek-v3")
 """One of each way to run: fused, fused with experts, modules, attention sinks, latents."""
@@ -181,7 +182,8 @@ def expected_of(checkpoint_of: Callable[[str, str], Path]) -> Callable[[str, str
         key = family, weights, kv
         if key not in known:
             settings = SMALL | WEIGHTS[weights] | KV[kv] | {"speculation": "off"}
-            llm = LLM(checkpoint_of(family, weights), enable_prefix_cache=False, **settings)
+            with shared_loads():
+                llm = LLM(checkpoint_of(family, weights), enable_prefix_cache=False, **settings)
             known[key] = answer(llm)
             llm.close()
         return known[key]
@@ -192,17 +194,19 @@ def expected_of(checkpoint_of: Callable[[str, str], Path]) -> Callable[[str, str
 ALL_CELLS = list(product(FAMILIES, WEIGHTS, KV, FEATURES))
 
 
+def pairs_of(cell: tuple[str, ...]) -> frozenset[tuple[int, int, str, str]]:
+    """Return the pairs of values of two axes that a cell holds."""
+    return frozenset((a, b, cell[a], cell[b]) for a, b in combinations(range(len(cell)), 2))
+
+
 def covering() -> Iterator[tuple[str, str, str, str]]:
     """Cells that hold every pair of values of two axes."""
-    missing = {(a, b, cell[a], cell[b]) for cell in ALL_CELLS for a in range(4) for b in range(a + 1, 4)}
+    held = {cell: pairs_of(cell) for cell in ALL_CELLS}
+    missing = frozenset().union(*held.values())
     while missing:
-        best = max(ALL_CELLS, key=lambda cell: sum(_holds(cell, pair) for pair in missing))
-        missing = {pair for pair in missing if not _holds(best, pair)}
+        best = max(ALL_CELLS, key=lambda cell: len(held[cell] & missing))
+        missing -= held[best]
         yield best
-
-
-def _holds(cell: tuple[str, ...], pair: tuple[int, int, str, str]) -> bool:
-    return cell[pair[0]] == pair[2] and cell[pair[1]] == pair[3]
 
 
 PAIRS = list(covering())
@@ -228,7 +232,8 @@ def test_cell(
         with pytest.raises(ConfigError, match=message):
             LLM(place.checkpoint, **settings)
         return
-    llm = LLM(place.checkpoint, **settings)
+    with shared_loads():
+        llm = LLM(place.checkpoint, **settings)
     try:
         FEATURES[feature].check(llm, expected_of(family, weights, kv))
         llm.engine.check()
@@ -260,7 +265,8 @@ def test_tiled_latents_answer_the_same(
 ) -> None:
     place = Place(checkpoint_of("deepseek-v3", weights), tmp_path)
     settings = SMALL | WEIGHTS[weights] | KV[kv] | FEATURES[feature].settings(place)
-    llm = LLM(place.checkpoint, kv_layout="nz", **settings)
+    with shared_loads():
+        llm = LLM(place.checkpoint, kv_layout="nz", **settings)
     try:
         FEATURES[feature].check(llm, expected_of("deepseek-v3", weights, kv))
         llm.engine.check()

@@ -6,20 +6,14 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-from stemma.config.settings import KVArrangement, KVDtype, ModelSettings
-from stemma.engine import build as engine_build
+from stemma.config.settings import KVArrangement, KVDtype
 from stemma.engine.llm import LLM
 from stemma.engine.offline import Generation
 from stemma.engine.sampling.params import SamplingParams
-from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import load_model
+from tests.shared_loads import shared_loads
 
 MTP = "deepseek-v3-mtp"
 """Served with its layer for multi-token prediction; what is expected is served without."""
@@ -68,19 +62,6 @@ def asks_of(num_conversations: int) -> list[Ask]:
     return asks
 
 
-@lru_cache(maxsize=2)
-def _loaded(settings: ModelSettings, predicts: bool) -> CausalLM:
-    return load_model(settings, predicts=predicts)
-
-
-def _load_once(settings: ModelSettings, *_: Any, predicts: bool, **__: Any) -> CausalLM:
-    """Return what engines of the same weights share: loading takes most of the start of a small model."""
-    assert settings.num_threads is not None
-    model = _loaded(settings.model_copy(update={"num_threads": 1}), predicts)
-    torch.set_num_threads(settings.num_threads)
-    return model
-
-
 @contextmanager
 def engine(path: Path, dtype: str, **settings: Any) -> Iterator[LLM]:
     """Run an engine in one process; of equal settings of the model, the model is loaded once."""
@@ -89,8 +70,7 @@ def engine(path: Path, dtype: str, **settings: Any) -> Iterator[LLM]:
         "block_size": BLOCK_SIZE,
         "num_threads": 1,
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_build, "load_model", _load_once)
+    with shared_loads():
         llm = LLM(path, dtype=dtype, device="cpu", **(defaults | settings))
     try:
         yield llm

@@ -58,26 +58,38 @@ def test_any_way_of_serving(family: str, root: Path, tmp_path: Path) -> None:
     check_family(checkpoint(family, root), "float32", tmp_path, 2 if family in SLOW_STEPS else 3)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+SLOW_DRAFTS = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_text", "qwen3_5_moe_text")]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", *SLOW_DRAFTS])
 def test_drafts_of_the_models_own_layer_roll_states_back(family: str, root: Path, tmp_path: Path) -> None:
     path = hybrids.build_mtp(root / f"{family}-mtp", family)
     check_family(path, "float32", tmp_path, 2)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({"role": "both"}, {"role": "both"}),
-        ({"role": "prefill"}, {"role": "decode"}),
-        ({"role": "prefill"}, {"role": "decode", "enable_prefix_cache": False}),
-    ],
-    ids=["both", "decode", "decode-uncached"],
-)
-@pytest.mark.parametrize("family", ["qwen3_next", "gpt-oss", "mistral-sliding", "deepseek_v4"])
-def test_checkpoints_travel_through_a_pool(
-    family: str, first: dict[str, Any], second: dict[str, Any], root: Path, tmp_path: Path
-) -> None:
+ROLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "both": ({"role": "both"}, {"role": "both"}),
+    "decode": ({"role": "prefill"}, {"role": "decode"}),
+    "decode-uncached": ({"role": "prefill"}, {"role": "decode", "enable_prefix_cache": False}),
+}
+
+
+def roles_of_families() -> list[Any]:
+    """Return all pairs; those are quick in which each family stands twice at most, and each role."""
+    families = ("qwen3_next", "gpt-oss", "mistral-sliding", "deepseek_v4")
+    quick = {("gpt-oss", "both"), ("mistral-sliding", "decode"), ("deepseek_v4", "decode")}
+    quick |= {("qwen3_next", role) for role in ("both", "decode-uncached")}
+    return [
+        pytest.param(family, role, marks=() if (family, role) in quick else pytest.mark.slow)
+        for family in families
+        for role in ROLES
+    ]
+
+
+@pytest.mark.parametrize(("family", "role"), roles_of_families())
+def test_checkpoints_travel_through_a_pool(family: str, role: str, root: Path, tmp_path: Path) -> None:
     """gpt-oss, mistral-sliding: pages of windows; deepseek_v4: entries beside them."""
+    first, second = ROLES[role]
     is_plain = family in ("gpt-oss", "mistral-sliding")
     path = build(family, tmp_path / family) if is_plain else checkpoint(family, root)
     config = tmp_path / "pool.json"

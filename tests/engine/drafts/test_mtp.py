@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests import mtp_training
 from tests.checkpoints import build, build_mtp
+from tests.shared_loads import shared_loads
 
 from stemma.engine.llm import LLM
 from stemma.engine.sampling.params import SamplingParams
@@ -35,7 +36,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def engine(path: Path, **settings: Any) -> Iterator[LLM]:
     defaults = {"kv_cache_memory": "8MB", "block_size": 8, "num_threads": 1, "speculation": "mtp"}
-    llm = LLM(path, device="cpu", **(defaults | settings))
+    with shared_loads():
+        llm = LLM(path, device="cpu", **(defaults | settings))
     try:
         yield llm
     finally:
@@ -69,10 +71,8 @@ def blocks_of(llm: LLM, tokens: list[int]) -> list[bytes]:
     return [bytes(cache.buffer.block_bytes_view(block).numpy()) for block in ids]
 
 
-@pytest.mark.parametrize(("depth", "adaptive"), [(1, False), (3, False), (2, True)])
-@pytest.mark.parametrize("memory", ["8MB", "130kB"])
-def test_answers_are_the_same(checkpoint: Path, depth: int, adaptive: bool, memory: str) -> None:
-    """Greedy and sampled, several answers, penalties; cold and warm; with preemptions and small chunks."""
+def varied_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Return prompts that share beginnings; greedy and sampled, several answers, penalties."""
     shared = words(0, 37)
     prompts = [shared + words(seed, 5 * seed + 1) for seed in range(5)] + [shared, shared[:8], words(9, 1)]
     kinds: list[dict[str, Any]] = [{}, {"n": 2, "temperature": 0.9, "seed": 3}, {"frequency_penalty": 0.7}]
@@ -81,12 +81,26 @@ def test_answers_are_the_same(checkpoint: Path, depth: int, adaptive: bool, memo
         SamplingParams(**({"max_tokens": 14, "temperature": 0.0, "ignore_eos": True} | kinds[i % 4]))
         for i in range(len(prompts))
     ]
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def plain_answers(checkpoint: Path) -> list[list[list[int]]]:
+    """Answers without drafts and without a cache."""
     with engine(checkpoint, speculation="off", enable_prefix_cache=False) as llm:
-        expected = tokens_of(llm, prompts, params)
+        return tokens_of(llm, *varied_requests())
+
+
+@pytest.mark.parametrize(("depth", "adaptive"), [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize("memory", ["8MB", "130kB"])
+def test_answers_are_the_same(
+    checkpoint: Path, plain_answers: list[list[list[int]]], depth: int, adaptive: bool, memory: str
+) -> None:
+    """Cold and warm; with preemptions and small chunks."""
     options = {"speculation_mtp_tokens": depth, "speculation_adaptive": adaptive}
     with engine(checkpoint, kv_cache_memory=memory, max_batch_tokens=23, **options) as llm:
         for _ in range(2):
-            assert tokens_of(llm, prompts, params) == expected
+            assert tokens_of(llm, *varied_requests()) == plain_answers
             llm.engine.check()
         counts = llm.stats().drafts_by_source
         if not adaptive:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests import hybrids
+from tests.shared_loads import shared_loads
 
 from stemma import LLM, SamplingParams
 from stemma.memory.device.kv import DeviceKV
@@ -28,7 +29,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def engine(path: Path, **settings: Any) -> Iterator[LLM]:
     defaults = {"kv_cache_memory": "8MB", "block_size": 8, "num_threads": 1, "speculation": "mtp"}
-    llm = LLM(path, device="cpu", **(defaults | settings))
+    with shared_loads():
+        llm = LLM(path, device="cpu", **(defaults | settings))
     try:
         yield llm
     finally:
@@ -47,10 +49,8 @@ def answers(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) ->
     ]
 
 
-@pytest.mark.parametrize(("depth", "adaptive"), [(1, False), (3, False), (2, True)])
-@pytest.mark.parametrize("memory", ["8MB", "700kB"])
-def test_answers_are_the_same(checkpoint: Path, depth: int, adaptive: bool, memory: str) -> None:
-    """Greedy and sampled, several answers, penalties; cold and warm; with little room and small chunks."""
+def varied_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Return prompts that share beginnings; greedy and sampled, several answers, penalties."""
     shared = words(0, 150)
     prompts = [shared + words(seed, 5 * seed + 1) for seed in range(5)] + [shared, shared[:8], words(9, 1)]
     kinds: list[dict[str, Any]] = [{}, {"n": 2, "temperature": 0.9, "seed": 3}, {"frequency_penalty": 0.7}]
@@ -61,12 +61,26 @@ def test_answers_are_the_same(checkpoint: Path, depth: int, adaptive: bool, memo
         )
         for i in range(len(prompts))
     ]
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def plain_answers(checkpoint: Path) -> list[Any]:
+    """Answers without drafts and without a cache."""
     with engine(checkpoint, speculation="off", enable_prefix_cache=False) as llm:
-        expected = answers(llm, prompts, params)
+        return answers(llm, *varied_requests())
+
+
+@pytest.mark.parametrize(("depth", "adaptive"), [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize("memory", ["8MB", "700kB"])
+def test_answers_are_the_same(
+    checkpoint: Path, plain_answers: list[Any], depth: int, adaptive: bool, memory: str
+) -> None:
+    """Cold and warm; with little room and small chunks."""
     options = {"speculation_mtp_tokens": depth, "speculation_adaptive": adaptive}
     with engine(checkpoint, kv_cache_memory=memory, max_batch_tokens=23, **options) as llm:
         for _ in range(2):
-            assert answers(llm, prompts, params) == expected
+            assert answers(llm, *varied_requests()) == plain_answers
             llm.engine.check()
         if not adaptive:
             assert llm.stats().drafts_by_source["mtp"].num_proposed > 40
