@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stemma.model.cpu.weights import PackedProduct
+from stemma.native.levels import EMULATED, missing_features
 from stemma.native.library import Kernels, load_kernels
 from tests.native.isa import level_params
 
@@ -115,11 +116,11 @@ def test_rows_between_others_are_taken_where_they_are(kernels: Kernels) -> None:
 
 def test_emulated_tiles_round_as_the_manual_says() -> None:
     """Even and odd products are summed apart, 32 inputs at a time; denormals count as zero."""
-    name = "amx_emulated"
-    if not any(p.values == (name,) and not p.marks[0].args[0] for p in level_params()):
-        pytest.skip("needs avx512_bf16 and a C++ compiler")
-    kernels = load_kernels(name)
-    assert kernels is not None
+    if missing := missing_features(EMULATED):
+        pytest.skip(f"needs {', '.join(missing)}")
+    kernels = load_kernels(EMULATED.name)
+    if kernels is None:
+        pytest.skip("needs a C++ compiler")
     weight, x = random(16, 96, dtype=torch.bfloat16), random(3, 96, dtype=torch.bfloat16, seed=1)
     weight[:, 5], x[:, 7] = 1e-39, 1e-39  # denormal in bfloat16
     weight[:, 9], x[:, 9] = 2e-30, 2e-30  # their product is denormal in float32
