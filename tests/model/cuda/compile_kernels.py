@@ -1,6 +1,6 @@
 """Compiles `attend_kernel` for shapes of real models and prints what each takes, one JSON object a line.
 
-The argument is the compute capability, e.g. 90.
+Arguments: the compute capability, e.g. 90, and whether `few` or `all` shapes.
 """
 
 from __future__ import annotations
@@ -105,13 +105,20 @@ def compile_reduction(capability: int) -> None:
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
+SMALL, LARGE, GEMMA = LAYERS
+FEW = (
+    *((LARGE, NUM_PREFILL, "all"), (GEMMA, 1, "all"), (LATENT, 1, "all")),
+    *((LARGE, NUM_SHARING, "prefix"), (LATENT, NUM_SHARING, "suffix")),
+)
+"""Each kind of layer and each part once."""
+ALL = (
+    *((layer, num_queries, "all") for layer in LAYERS for num_queries in (1, NUM_PREFILL)),
+    (LATENT, 1, "all"),
+    *((layer, NUM_SHARING, part) for layer in (SMALL, LARGE, LATENT) for part in ("prefix", "suffix")),
+)
+
 if __name__ == "__main__":
     capability = int(sys.argv[1])
     compile_reduction(capability)
-    for layer in LAYERS:
-        for num_queries in (1, NUM_PREFILL):
-            print(json.dumps(compile_layer(layer, num_queries, capability)))
-    print(json.dumps(compile_layer(LATENT, 1, capability)))
-    for layer in (*LAYERS[:2], LATENT):
-        for part in ("prefix", "suffix"):
-            print(json.dumps(compile_layer(layer, NUM_SHARING, capability, part)))
+    for layer, num_queries, part in {"few": FEW, "all": ALL}[sys.argv[2]]:
+        print(json.dumps(compile_layer(layer, num_queries, capability, part)))
