@@ -17,7 +17,8 @@ PAGES_OF_KV = 500
 
 
 @pytest.mark.parametrize(
-    ("option", "policy"), [("--interleave=all", "interleave:"), ("--membind=0", "bind:")]
+    ("option", "policy"),
+    [("--interleave=all", "interleave:"), pytest.param("--membind=0", "bind:", marks=pytest.mark.slow)],
 )
 def test_weights_and_kv_follow_the_policy(
     option: str, policy: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

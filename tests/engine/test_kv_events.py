@@ -119,7 +119,7 @@ def test_a_follower_believes_no_checkpoint_of_which_a_lower_tier_lost_a_piece(
     prompts = told_prompts(20)
     generator = np.random.default_rng(1)
     num_below = 0
-    for number in range(80):
+    for number in range(40):
         tokens = np.append(prompts[int(generator.integers(len(prompts)))], 1).astype(np.int32)
         [believed] = holdings.depths(chain_of(tokens, 16), 1)
         on_device = cache.match(DEFAULT_NAMESPACE, tokens) // 16

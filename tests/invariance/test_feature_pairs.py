@@ -88,8 +88,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "images small": {"kv_cache_memory": "56kB", "host_cache": "1MB", "load_when": "always"},
 }
 """Settings of engines, beside those of `BASE`."""
-SLOW = {"compressed", "chunked attention"}
-"""Left to `make test-all`."""
+SLOW = {"compressed", "chunked attention", "hybrid", "images drafted"}
+"""Left to `make test-all`: other engines have the family, but for the first two, and the settings."""
 SOURCES = {
     "no adapters": {"prompt_lookup"},
     "drafts": {"tree", "grammar"},

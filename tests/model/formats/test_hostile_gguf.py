@@ -232,7 +232,7 @@ def test_what_lies_is_refused_by_name_or_loads(
 ) -> None:
     path = tmp_path_factory.mktemp("lies") / "model.gguf"
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     @given(parts=lies(files[family]))
     def run(parts: Parts) -> None:
         note(str(parts.changes))
