@@ -150,7 +150,7 @@ def test_a_pool_call_that_raises_anything_is_over(error: BaseException) -> None:
 
     assert calls.start(broken).exception(TIMEOUT_S) is error
     assert calls.start(lambda: 7).result(TIMEOUT_S) == 7
-    calls.close()
+    calls.close(lambda: None)
 
 
 def test_what_follows_a_pool_call_may_raise(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,7 +171,7 @@ def test_what_follows_a_pool_call_may_raise(caplog: pytest.LogCaptureFixture) ->
     calls.start(lambda: None).result(TIMEOUT_S)  # the thread is done with the others
     assert followed == [1] * 3
     assert "a bug" in caplog.text
-    calls.close()
+    calls.close(lambda: None)
 
 
 def test_a_chunk_is_proven_once_where_no_thread_can_be_started(

@@ -462,13 +462,45 @@ def test_a_call_that_finds_its_store_just_closed_is_a_storage_error(
     blocks = chain("a", 100)  # two calls of the backend
     store.put_many(blocks)
 
+    def refuses() -> bool:
+        try:
+            store.exists_many(keys(blocks[:1]))
+        except StorageError:
+            return True
+        return False
+
     def close(_parts: Parts) -> None:
         backend.spoil = None
-        store.close()
+        threading.Thread(target=store.close).start()  # it waits for the call that this is
+        _until(refuses)
 
     backend.spoil = close
     with pytest.raises(StorageError, match="closed"):
         read(store, keys(blocks))
+
+
+def test_a_backend_is_closed_behind_the_calls_that_run(
+    backend: FaultyBackend, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mooncake's client ends the process where it is closed under one; those that wait are given up."""
+    store = store_over(backend, clock)
+    events: list[str] = []
+    exists_many = backend.exists_many
+
+    def ask(names: Sequence[str]) -> list[bool]:
+        found = exists_many(names)
+        events.append("answered")
+        return found
+
+    monkeypatch.setattr(backend, "exists_many", ask)
+    monkeypatch.setattr(backend, "close", lambda: events.append("closed"))
+    backend.gate.clear()
+    assert store.exists_many(keys(chain("a", 2))) == [False, False]  # late, and still running
+    store.close()
+    assert not events
+    backend.gate.set()
+    _until(lambda: len(events) == 2)
+    assert events == ["answered", "closed"]
 
 
 def _until(condition: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -71,6 +71,7 @@ class Guard:
         """Wait for a call on `num_blocks` blocks; report its result to the breaker and count failures.
 
         With `settle`, don't return before the backend has finished with the call's buffers, however late.
+        Raises StorageError if the guard was closed before the call began.
         """
         try:
             error = call.exception(self.deadline_s)
@@ -81,6 +82,8 @@ class Guard:
             if not call.cancel() and settle:
                 wait([call])
             return Answer(None, late=True)
+        except CancelledError as closed:
+            raise StorageError("the pool is closed") from closed
         if error is not None:
             self.breaker.failed()
             self._note(str(error) or type(error).__name__)
@@ -117,9 +120,8 @@ class Guard:
                 self.counters.reasons[reason] += number
 
     def close(self) -> None:
-        """Refuse further calls and close the backend; wait no longer than the deadline."""
-        wait([self._calls.start(self.backend.close)], self.deadline_s)
-        self._calls.close()
+        """Refuse further calls, close the backend behind those that run; wait no longer than the deadline."""
+        wait([self._calls.close(self.backend.close)], self.deadline_s)
 
     def _note(self, problem: str) -> None:
         if problem != self.last_error:
@@ -128,7 +130,7 @@ class Guard:
 
     def _probe(self) -> None:
         def judge(call: Future[list[bool]]) -> None:
-            success = call.exception() is None
+            success = not call.cancelled() and call.exception() is None
             self.breaker.end_probe(success)
             if success:
                 _log.warning("pool: answers again")
