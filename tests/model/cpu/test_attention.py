@@ -79,7 +79,17 @@ def test_norm_and_gate(rows: int, dtype: torch.dtype) -> None:
     expected = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(dtype)
     output = torch.empty_like(total)
     is_bf16 = dtype == torch.bfloat16
-    norm = NormArgs(*(t.data_ptr() for t in (delta, residual, weight, output)), rows, dim, is_bf16, 2, eps)
+    norm = NormArgs(
+        delta=delta.data_ptr(),
+        residual=residual.data_ptr(),
+        weight=weight.data_ptr(),
+        output=output.data_ptr(),
+        rows=rows,
+        dim=dim,
+        is_bf16=is_bf16,
+        threads=2,
+        eps=eps,
+    )
     KERNELS.add_rms_norm(ctypes.addressof(norm))
     assert residual.equal(total)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-2)
@@ -90,3 +100,37 @@ def test_norm_and_gate(rows: int, dtype: torch.dtype) -> None:
     gate, up = gate_up.chunk(2, dim=-1)
     # Two roundings to bf16 in turn: a value between two may fall to either.
     torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * up, atol=1e-5, rtol=1.6e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [136, 141])
+def test_what_is_added_is_normed_first(dim: int, dtype: torch.dtype) -> None:
+    """As Gemma 3 does: both norms take their weights in floats, and round once."""
+    if KERNELS is None:
+        return
+    generator = torch.Generator().manual_seed(dim)
+    rows, eps = 3, 1e-6
+    delta, residual = (torch.randn(rows, dim, generator=generator).to(dtype) for _ in range(2))
+    inner, outer = (1.0 + torch.randn(dim, generator=generator) for _ in range(2))
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight).to(dtype)
+
+    total, output = residual + normed(delta, inner), torch.empty_like(residual)
+    norm = NormArgs(
+        delta=delta.data_ptr(),
+        delta_norm=inner.data_ptr(),
+        residual=residual.data_ptr(),
+        weight=outer.data_ptr(),
+        output=output.data_ptr(),
+        rows=rows,
+        dim=dim,
+        is_bf16=dtype == torch.bfloat16,
+        threads=2,
+        eps=eps,
+        centered=1,
+    )
+    KERNELS.add_rms_norm(ctypes.addressof(norm))
+    torch.testing.assert_close(residual, total, atol=1e-5, rtol=1e-2)
+    torch.testing.assert_close(output, normed(residual, outer), atol=1e-5, rtol=1e-2)
