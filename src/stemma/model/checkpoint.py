@@ -38,6 +38,8 @@ class Checkpoint:
     """Counts of the formats that the reader found."""
     tower: list[StoredTensor] = field(default_factory=list)
     """Of the vision encoder; the fields above are of the language model."""
+    has_whole_images: bool = False
+    """Whether tokens of an image see each other, those behind them too: no native step computes that."""
 
     @property
     def codes(self) -> dict[str, DeferredWeight]:
@@ -100,7 +102,8 @@ def _open_with_tower(
         )
     split = split_tensors(path, vision.family, stored)
     dtype = dtype_of(settings, config, split.text)
-    return Checkpoint(path, config, dtype, split.text, None, None, FormatCounts(), split.tower)
+    whole = vision.family.num_whole is not None
+    return Checkpoint(path, config, dtype, split.text, None, None, FormatCounts(), split.tower, whole)
 
 
 def read_plain(stored: list[StoredTensor]) -> dict[str, torch.Tensor]:

@@ -46,7 +46,7 @@ def fitting_layout(checkpoint: Checkpoint) -> ModelLayout | None:
 
     Raises ModelError for a config that makes no model.
     """
-    if not checkpoint.is_readable:
+    if not checkpoint.is_readable or checkpoint.has_whole_images:
         return None
     shapes = checkpoint.shapes()
     advice = "; compare config.json with the one the checkpoint was published with"
