@@ -64,6 +64,11 @@ class Depth:
     layers: int
     full: int
 
+    @property
+    def whole(self) -> int:
+        """Return how many compute all tokens: the last one makes their KV, and computes one."""
+        return self.layers - 1
+
     def __str__(self) -> str:
         return "" if self.layers == self.full else f", {self.layers} of {self.full} layers"
 
@@ -80,7 +85,7 @@ class Options:
 
     def depth(self, full: int) -> Depth:
         """Return how much of a model of `full` layers computes fresh prompts."""
-        return Depth(min(self.layers or full, full), full)
+        return Depth(max(2, min(self.layers or full, full)), full)
 
 
 def tokens(num_tokens: int, seed: int) -> TokenArray:
@@ -92,8 +97,8 @@ def cold(options: Options) -> Iterator[Row]:
     """Fresh prompts on SmolLM2's shape."""
     depth = options.depth(DEEP)
     hidden, inner, heads, kv_heads, size = 576, 1536, 9, 3, 64
-    weights = depth.layers * (2 * hidden * size * (heads + kv_heads) + 3 * hidden * inner)
-    a_pair = depth.layers * heads * 4 * size
+    weights = depth.whole * (2 * hidden * size * (heads + kv_heads) + 3 * hidden * inner)
+    a_pair = depth.whole * heads * 4 * size
     yield from _cold(long_checkpoint(depth.layers), depth, weights, a_pair, options)
 
 
@@ -104,9 +109,9 @@ def latent(options: Options) -> Iterator[Row]:
     rank, rope, nope, value = 512, 64, 128, 128
     projections = hidden * heads * (nope + rope) + hidden * (rank + rope) + heads * value * hidden
     absorbing = heads * rank * (nope + value)
-    weights = depth.layers * (projections + absorbing + 3 * hidden * inner)
-    a_pair = depth.layers * heads * 2 * ((rank + rope) + rank)
-    expanded = depth.layers * heads * 2 * (nope + rope + value)
+    weights = depth.whole * (projections + absorbing + 3 * hidden * inner)
+    a_pair = depth.whole * heads * 2 * ((rank + rope) + rank)
+    expanded = depth.whole * heads * 2 * (nope + rope + value)
     rows = _cold(latent_checkpoint(depth.layers), depth, weights, a_pair, options)
     for length, row in zip(options.lengths, rows, strict=True):
         less_s = (a_pair - expanded) * length**2 / 2 / (options.limits.register_gflops * 1e9)
@@ -124,7 +129,7 @@ def _cold(
         operations = 2 * num_weights * length + pair_operations * length**2 / 2
         limit_s = operations / (options.limits.register_gflops * 1e9)
         a_token = 1e3 * seconds / length
-        note = f"{a_token:.3f} ms a token, {1e3 * a_token / depth.layers:.1f} µs a layer of it"
+        note = f"{a_token:.3f} ms a token, {1e3 * a_token / depth.whole:.1f} µs a layer of it"
         note += f", at least {1e3 * limit_s / length:.3f} ms"
         yield Row(f"cold prompt of {length:,}{depth}", seconds, limit_s, note)
         parts.engine.flush_cache()
