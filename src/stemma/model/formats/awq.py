@@ -34,7 +34,10 @@ def read_weights(
         )
     read = ReadWeights(tensors, dtype)
     for stem in tensors.stems(".qweight"):
-        read.add(f"{stem}.weight", partial(_weight, tensors, stem), "AWQ 4 bits")
+        inputs, words = tensors.shape(f"{stem}.qweight", 2)
+        shape = torch.Size((8 * words, inputs))
+        tensors.read_floats(f"{stem}.scales")  # what isn't finite is refused now; codes are read later
+        read.add_checked(f"{stem}.weight", shape, partial(_weight, tensors, stem), "AWQ 4 bits")
         read.take(*(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales")))
     return read.finish()
 

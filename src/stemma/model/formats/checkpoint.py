@@ -68,6 +68,13 @@ class CheckpointTensors:
             raise ModelError(f"{self.path}: {name} is {tensor.dtype}, must be {allowed}")
         return tensor
 
+    def shape(self, name: str, num_dims: int) -> tuple[int, ...]:
+        """Return a tensor's shape, of which nothing is read; raise ModelError if it has other dims."""
+        shape = self._stored(name).shape
+        if len(shape) != num_dims or 0 in shape:
+            raise ModelError(f"{self.path}: {name} is {list(shape)}, must have {num_dims} dims")
+        return shape
+
     def read_part(self, name: str, number: int) -> torch.Tensor:
         """Return one of what a tensor stacks; the rest isn't read. Raises ModelError as `read`."""
         file, stored_name = self._file_of(name)
@@ -80,11 +87,14 @@ class CheckpointTensors:
         self.check_finite(name, values)
         return values
 
-    def _file_of(self, name: str) -> tuple[Any, str]:
-        """Return the opened file of a tensor, and its name there."""
+    def _stored(self, name: str) -> StoredTensor:
         if name not in self.stored:
             raise ModelError(f"{self.path} has no {name}, which its quantized weight needs; is it complete?")
-        stored = self.stored[name]
+        return self.stored[name]
+
+    def _file_of(self, name: str) -> tuple[Any, str]:
+        """Return the opened file of a tensor, and its name there."""
+        stored = self._stored(name)
         if stored.file not in self._files:
             self._files[stored.file] = open_safetensors(stored.file)
         return self._files[stored.file], stored.stored_name
@@ -137,7 +147,7 @@ class ReadWeights:
     def add_checked(
         self, name: str, shape: torch.Size, make: Callable[[], QuantizedWeight], label: str
     ) -> None:
-        """Add a quantized weight whose parts are known to fit: it isn't made before it is looked up."""
+        """Add a quantized weight that isn't made before it is looked up: then what doesn't fit is refused."""
         self.weights[name] = DeferredWeight(shape, make)
         self._kept[label] += 1
 

@@ -199,4 +199,4 @@ def _activations(
 def _group_order(tensors: CheckpointTensors, stem: str, weight: QuantizedWeight) -> torch.Tensor | None:
     """Return the group of each input if groups aren't runs of inputs, else None."""
     groups = tensors.read_shape(f"{stem}.weight_g_idx", (weight.shape[1],), (torch.int32, torch.int64)).long()
-    return permuted_groups(f"{tensors.path}: {stem}.weight_g_idx", groups, weight)
+    return permuted_groups(f"{tensors.path}: {stem}.weight_g_idx", groups, weight.scales.shape[1])

@@ -50,40 +50,47 @@ def read_weights(
 
 def _add(read: ReadWeights, stem: str, bits: int, added: int) -> None:
     tensors = read.tensors
+    inputs, outputs, num_groups = _shape(tensors, stem, bits)
+    tensors.read_floats(f"{stem}.scales")  # what isn't finite is refused now; codes are read later
     make = partial(_weight, tensors, stem, bits, added)
     groups = None
     if f"{stem}.g_idx" in tensors:
-        weight = make()
-        named = tensors.read_shape(f"{stem}.g_idx", (weight.shape[1],), (torch.int32, torch.int64)).long()
-        groups = permuted_groups(f"{tensors.path}: {stem}.g_idx", named, weight)
+        named = tensors.read_shape(f"{stem}.g_idx", (inputs,), (torch.int32, torch.int64)).long()
+        groups = permuted_groups(f"{tensors.path}: {stem}.g_idx", named, num_groups)
     if groups is None:
-        read.add(f"{stem}.weight", make, f"GPTQ {bits} bits")
+        read.add_checked(f"{stem}.weight", torch.Size((outputs, inputs)), make, f"GPTQ {bits} bits")
     else:
         read.add_plain(
-            f"{stem}.weight", dequantize_permuted(weight, groups), f"GPTQ {bits} bits with permuted groups"
+            f"{stem}.weight", dequantize_permuted(make(), groups), f"GPTQ {bits} bits with permuted groups"
         )
     read.take(*(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")))
 
 
+def _shape(tensors: CheckpointTensors, stem: str, bits: int) -> tuple[int, int, int]:
+    """Return a weight's inputs, outputs and groups, as headers of files have them."""
+    where = f"{tensors.path}: {stem}.qweight"
+    words, outputs = packed = tensors.shape(f"{stem}.qweight", 2)
+    if words * 32 % bits:
+        raise ModelError(f"{where} {list(packed)} isn't packed in {bits} bits")
+    scales, zeros = tensors.shape(f"{stem}.scales", 2), tensors.shape(f"{stem}.qzeros", 2)
+    if scales[1] != outputs or zeros != (scales[0], outputs * bits // 32):
+        raise ModelError(
+            f"{where} {list(packed)} of {bits} bits doesn't fit scales {list(scales)} and qzeros "
+            f"{list(zeros)}; correct bits in config.json"
+        )
+    return words * 32 // bits, outputs, scales[0]
+
+
 def _weight(tensors: CheckpointTensors, stem: str, bits: int, added: int) -> QuantizedWeight:
+    inputs, outputs, num_groups = _shape(tensors, stem, bits)
     packed = tensors.read(f"{stem}.qweight", (torch.int32,))
     scales = tensors.read_floats(f"{stem}.scales")
     packed_zeros = tensors.read(f"{stem}.qzeros", (torch.int32,))
-    where = f"{tensors.path}: {stem}.qweight"
-    if packed.dim() != 2 or scales.dim() != 2 or packed_zeros.dim() != 2 or packed.shape[0] * 32 % bits:
-        raise ModelError(f"{where} {list(packed.shape)} isn't packed in {bits} bits")
-    inputs, outputs = packed.shape[0] * 32 // bits, packed.shape[1]
-    num_groups = scales.shape[0]
-    if scales.shape[1] != outputs or tuple(packed_zeros.shape) != (num_groups, outputs * bits // 32):
-        raise ModelError(
-            f"{where} {list(packed.shape)} of {bits} bits doesn't fit scales {list(scales.shape)} and qzeros "
-            f"{list(packed_zeros.shape)}; correct bits in config.json"
-        )
     if added:
         packed_zeros = _add_ones(packed_zeros, bits)
     codes: torch.Tensor = unpack_from_int32(packed, bits, torch.Size((inputs, outputs)), packed_dim=0)
     zeros: torch.Tensor = unpack_from_int32(packed_zeros, bits, torch.Size((num_groups, outputs)))
-    return make_weight(where, codes.T, scales.T, zeros.T, bits)
+    return make_weight(f"{tensors.path}: {stem}.qweight", codes.T, scales.T, zeros.T, bits)
 
 
 def _add_ones(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -9,17 +9,17 @@ from stemma.model.weights.multiples import numbers_of
 from stemma.model.weights.quantized import QuantizedWeight
 
 
-def permuted_groups(where: str, groups: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor | None:
-    """Return `groups`, the group of each input, int64 [inputs]; None if they are runs of the group size.
+def permuted_groups(where: str, groups: torch.Tensor, num_groups: int) -> torch.Tensor | None:
+    """Return `groups`, the group of each input, int64 [inputs]; None if they are runs of one size.
 
     Raises ModelError if a group doesn't exist; `where` names the tensor.
     """
-    num_groups = weight.scales.shape[1]
     if bool((groups == -1).all()):  # how llm-compressor fills what it doesn't use
         return None
     if not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
         raise ModelError(f"{where} names groups outside 0..{num_groups - 1}")
-    if torch.equal(groups, torch.arange(weight.shape[1]) // weight.group_size):
+    size = max(1, len(groups) // num_groups)
+    if torch.equal(groups, torch.arange(len(groups)) // size):
         return None
     return groups
 
