@@ -47,12 +47,13 @@ MTP = "deepseek-v3-mtp"
 HYBRID = "qwen3_next"
 SPARSE = "glm_moe_dsa"
 COMPRESSED = "deepseek_v4"
-WINDOWS = "mistral-sliding"
+WINDOWS, SOME_WINDOWS = "mistral-sliding", "gemma3"
 CHUNKS = "llama4_text"
 HYBRID_MTP = "qwen3_next-mtp"
 IMAGES = "qwen2.5-vl"
 OTHER_FAMILIES = {
     **{"mtp": MTP, "hybrid": HYBRID, "hybrid drafts": HYBRID, "sparse": SPARSE, "windows": WINDOWS},
+    "some windows": SOME_WINDOWS,
     **{"images": IMAGES, "images drafted": IMAGES, "images small": IMAGES},
     **{"hybrid mtp": HYBRID_MTP, "compressed": COMPRESSED, "chunked attention": CHUNKS},
 }
@@ -80,6 +81,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "hybrid drafts": {"block_size": 16, "speculation": "auto", "dtype": "float32"},
     "sparse": {"speculation": "auto", "max_batch_tokens": 120},
     "windows": {"speculation": "auto", "max_batch_tokens": 120},
+    "some windows": {"speculation": "off", "max_batch_tokens": 120},
     "compressed": {"speculation": "auto", "max_batch_tokens": 120},
     "chunked attention": {"speculation": "auto", "max_batch_tokens": 120},
     "hybrid mtp": {"block_size": 16, "speculation": "mtp"},
