@@ -59,6 +59,8 @@ struct BundledItem {
     int64_t slot;
 };
 
+constexpr int L1_BYTES = 32 << 10;
+
 // Floats that begin with a cache line: else each vector would lie in two.
 class Floats {
   public:
@@ -246,13 +248,16 @@ static void pair_values_of(const AttendArgs& args, const TileTokens& tokens, int
     pair_values_of(args, tokens, kv_head, n, shape, paired, [](int) {});
 }
 
-// acc = acc * alpha + weights x values; without alpha there was nothing before.
+// acc = acc * alpha + weights x values; without alpha there was nothing before. The next tile's keys are asked for.
 static void weigh_values(const AttendArgs& args, float* weights, int width, int rows, const float* paired, int n,
-                         const float* alpha, const ItemShape& shape, float* acc) {
+                         const float* alpha, const ItemShape& shape, float* acc, NextRows& next_keys) {
 #if STEMMA_AMX
     if (shape.tiles) return weigh_tiles(weights, width, rows, paired, (n + 1) / 2, args.value_dim, alpha, acc);
 #endif
-    weigh_pairs(weights, width, rows, paired, (n + 1) / 2, args.value_dim, alpha, acc);
+    // What doesn't fill half of L1 is asked for into it: from L2, keys came half as fast.
+    const bool is_near = 2 * args.key_dim * n <= L1_BYTES / 2;
+    weigh_pairs(weights, width, rows, paired, (n + 1) / 2, args.value_dim, alpha, acc,
+                [&](int done, int all) { is_near ? next_keys.ask<true>(done, all) : next_keys.ask(done, all); });
 }
 #endif
 
@@ -263,10 +268,27 @@ static void to_floats(const AttendArgs& args, const void* const* tokens, int kv_
     decode<T>(args, tokens, kv_head, n, dim, out);
 }
 
-// One tile of one KV head, the `first` one of its split or a later one.
+// Lines of the next tile, whose tokens are in s.next_tokens; of an item's heads, those that head `h` asks for.
+template <class T>
+static NextRows next_rows(const AttendArgs& args, const Item& item, int h, const void* const* tokens, int num_next) {
+    const KVFormat& format = args.format;
+    const bool plain = format.stored == PLAIN;
+    if (!format.whole()) {
+        const int64_t size = plain ? sizeof(T) : 1;
+        const int columns = plain ? args.key_dim : format.scale_offset + format.num_scales * int(sizeof(bf16));
+        return NextRows::tiled(tokens, num_next, columns, size, format.column_stride);
+    }
+    const int64_t bytes = args.head_stride * int64_t(sizeof(T));  // of codes, rows whole: scales lie at their end
+    const int64_t offset = plain ? item.first_head * bytes : 0;
+    const int64_t row_bytes = plain ? item.num_heads * bytes : args.token_stride;
+    return NextRows(tokens, num_next, offset, row_bytes, h, item.num_heads);
+}
+
+// One tile of one KV head, the `first` one of its split or a later one; `num_next` tokens of the next one are in
+// s.next_tokens.
 template <class T, int NB>
-static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item, int h, int key, int n, bool first,
-                     bool masked, const ItemShape& shape, Scratch& s) {
+static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item, int h, int key, int n, int num_next,
+                     bool first, bool masked, const ItemShape& shape, Scratch& s) {
     constexpr int W = NB * LANES;
     HeadState& head = s.heads[h];
     const int dim = args.value_dim, rows = item.num_rows, kv_head = item.first_head + h;
@@ -277,8 +299,9 @@ static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item,
             score_pairs<NB>(args, plan, head.query, kv_head, n, shape, s);
             weigh<NB>(args, s.limits, head.split, s.alpha, scores, n, key, masked, true);
             pair_values_of(args, s.tokens, kv_head, n, shape, s.values.data());
+            NextRows next_keys = next_rows<T>(args, item, h, s.next_tokens.keys, num_next);
             return weigh_values(args, scores, W, rows, s.values.data(), n, first ? nullptr : s.alpha, shape,
-                                head.split_acc);
+                                head.split_acc, next_keys);
         }
     }
 #endif
@@ -294,26 +317,15 @@ static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item,
 template <class T>
 static void run_decode_tile(const AttendArgs& args, const Plan& plan, const Item& item, int h, int key, int n,
                             int num_next, const ItemShape& shape, Scratch& s) {
-    const KVFormat& format = args.format;
-    const bool plain = format.stored == PLAIN;
+    const bool plain = args.format.stored == PLAIN;
     const int kv_head = item.first_head + h;
-    auto next = [&](const void* const* tokens) {  // of codes, rows whole: scales lie at their end
-        if (!format.whole()) {
-            const int64_t size = plain ? sizeof(T) : 1;
-            const int columns = plain ? args.key_dim : format.scale_offset + format.num_scales * int(sizeof(bf16));
-            return NextRows::tiled(tokens, num_next, columns, size, format.column_stride);
-        }
-        const int64_t bytes = args.head_stride * int64_t(sizeof(T));
-        const int64_t offset = plain ? item.first_head * bytes : 0;
-        const int64_t row_bytes = plain ? item.num_heads * bytes : args.token_stride;
-        return NextRows(tokens, num_next, offset, row_bytes, h, item.num_heads);
-    };
+    const auto next = [&](const void* const* tokens) { return next_rows<T>(args, item, h, tokens, num_next); };
     HeadState& head = s.heads[h];
     DecodeTile tile{head.query, s.limits, head.split, head.split_acc, key, next(s.next_tokens.keys),
                     next(s.next_tokens.values)};
 #if STEMMA_FLOAT_DECODE
     if (!shape.paired) {
-        if (plain && format.whole())
+        if (plain && args.format.whole())
             return decode_tile_floats_any(args, item.num_rows, tile, keys_of<T>(args, s.tokens, kv_head),
                                           values_of<T>(args, s.tokens, kv_head), n);
         to_floats<T>(args, s.tokens.keys, kv_head, n, args.key_dim, s.keys.data());
@@ -343,7 +355,7 @@ static void run_decode_tile(const AttendArgs& args, const Plan& plan, const Item
 #endif
 #if STEMMA_AVX512_BF16
     const Rows<bf16> keys = keys_of<bf16>(args, s.tokens, kv_head), values = values_of<bf16>(args, s.tokens, kv_head);
-    if (plain && format.whole()) {
+    if (plain && args.format.whole()) {
         PlainTile source{keys, values, n};
         return decode_tile_any(args, item.num_rows, tile, source);
     }
@@ -380,6 +392,16 @@ static void emit(const AttendArgs& args, Plan& plan, const Item& item, int h, co
     }
 }
 
+// Find the `n` tokens of a tile and those of the next one, as far as `end`; return how many these are.
+template <class T>
+static int locate_two(const AttendArgs& args, const Plan& plan, const Segment& segment, int key, int n, int end,
+                      const ItemShape& shape, Scratch& s) {
+    locate<T>(args, plan, segment, key, n, s.tokens);
+    const int next = std::max(0, std::min(shape.tile, end - key - n));
+    locate<T>(args, plan, segment, key + n, next, s.next_tokens);
+    return next;
+}
+
 template <class T, int NB>
 static void run_split(const AttendArgs& args, const Plan& plan, const Item& item, int split, const Visible& visible,
                       const ItemShape& shape, Scratch& s) {
@@ -393,17 +415,15 @@ static void run_split(const AttendArgs& args, const Plan& plan, const Item& item
     const int end = std::min(split + SPLIT, visible.end);
     for (int key = begin, n; key < end; key += n) {
         n = std::min(shape.tile, end - key);
-        locate<T>(args, plan, segment, key, n, s.tokens);
+        const int next = locate_two<T>(args, plan, segment, key, n, visible.end, shape, s);
         if (shape.decodes) {
-            const int next = std::min(shape.tile, visible.end - key - n);
-            if (next > 0) locate<T>(args, plan, segment, key + n, next, s.next_tokens);
             for (int h = 0; h < item.num_heads; h++)
                 run_decode_tile<T>(args, plan, item, h, key, n, next, shape, s);
             continue;
         }
         bool masked = key + n > visible.all_end || key < visible.all_begin;
         for (int h = 0; h < item.num_heads; h++) {
-            run_tile<T, NB>(args, plan, item, h, key, n, key == begin, masked, shape, s);
+            run_tile<T, NB>(args, plan, item, h, key, n, next, key == begin, masked, shape, s);
         }
     }
 }
@@ -563,22 +583,24 @@ class BundleOfPairs {
     }
 
     void run_split(int split) {
-        int begin = INT32_MAX, end = 0;
+        int begin = INT32_MAX, last = 0;
         for (BundledItem& b : s_.bundled) {
             b.head.split.clear();
-            begin = std::min(begin, b.visible.begin / shape_.tile * shape_.tile), end = std::max(end, b.visible.end);
+            begin = std::min(begin, b.visible.begin / shape_.tile * shape_.tile), last = std::max(last, b.visible.end);
         }
-        begin = std::max(begin, split), end = std::min(end, split + SPLIT);
+        begin = std::max(begin, split);
+        const int end = std::min(last, split + SPLIT);
         for (int key = begin; key < end; key += shape_.tile) {
             const int n = std::min(shape_.tile, end - key);
-            locate<bf16>(args_, plan_, segment_, key, n, s_.tokens);
+            const int next = locate_two<bf16>(args_, plan_, segment_, key, n, last, shape_, s_);
+            NextRows next_keys = next_rows<bf16>(args_, *s_.bundled[0].item, 0, s_.next_tokens.keys, next);
             int num_paired = 0;
             for (BundledItem& b : s_.bundled) {
                 const int first_tile = std::max(split, b.visible.begin / shape_.tile * shape_.tile);
                 const int some = std::min(n, b.visible.end - key);
                 if (key < first_tile || some <= 0) continue;
                 with_blocks(b.item->num_rows, [&](auto blocks) {
-                    run_tile<blocks.value>(b, key, some, key == first_tile, num_paired);
+                    run_tile<blocks.value>(b, key, some, key == first_tile, num_paired, next_keys);
                 });
             }
         }
@@ -586,7 +608,7 @@ class BundleOfPairs {
 
     // `num_paired` keys' values are in pairs already.
     template <int NB>
-    void run_tile(BundledItem& b, int key, int n, bool is_first, int& num_paired) {
+    void run_tile(BundledItem& b, int key, int n, bool is_first, int& num_paired, NextRows& next_keys) {
         const bool masked = key + n > b.visible.all_end || key < b.visible.all_begin;
         score_pairs<NB>(args_, plan_, b.head.query, kv_head_, n, shape_, s_);
         weigh<NB>(args_, b.limits, b.head.split, s_.alpha, s_.scores.data(), n, key, masked, true);
@@ -595,7 +617,7 @@ class BundleOfPairs {
             num_paired = n;
         }
         weigh_values(args_, s_.scores.data(), NB * LANES, b.item->num_rows, s_.values.data(), n,
-                     is_first ? nullptr : s_.alpha, shape_, b.head.split_acc);
+                     is_first ? nullptr : s_.alpha, shape_, b.head.split_acc, next_keys);
     }
 };
 #endif

@@ -64,10 +64,11 @@ class NextRows {
         return next;
     }
 
-    // Ask for as large a part of the share as `done` is of `all` keys.
+    // Ask for as large a part of the share as `done` is of `all` keys; into L1 if `near`, else into L2.
+    template <bool near = false>
     void ask(int done, int all) {
         const int until = std::min(end_, begin_ + (end_ - begin_) * done / all);
-        for (; asked_ < until; asked_++) __builtin_prefetch(line(asked_), 0, 2);
+        for (; asked_ < until; asked_++) __builtin_prefetch(line(asked_), 0, near ? 3 : 2);
     }
 
   private:

@@ -150,13 +150,14 @@ static void weigh_pairs_tile(const float* weights, int width, const float* paire
         for (int v = 0; v < V; v++) _mm512_storeu_ps(acc + r * dim + v * LANES, sum[r][v]);
 }
 
-template <int V>
+template <int V, class Ask>
 static void weigh_pairs_rows(const float* weights, int width, int rows, const float* paired, int num_pairs,
-                             int dim, const float* alpha, float* acc) {
+                             int dim, const float* alpha, float* acc, Ask&& ask) {
     constexpr int R = V == 1 ? 8 : 6;
     const int groups = (rows + R - 1) / R;
     for (int g = 0; g < groups; g++) {
         const int r = rows * g / groups, n = rows * (g + 1) / groups - r;
+        ask(r + n);
         const float *w = weights + r, *shrinks = alpha ? alpha + r : nullptr;
         float* a = acc + int64_t(r) * dim;
 #define CASE(N) \
@@ -169,12 +170,17 @@ static void weigh_pairs_rows(const float* weights, int width, int rows, const fl
 }
 
 // acc [row][dim] = acc * alpha [row] + weights [pair][row] x values [pair][dim]; without alpha there was nothing before.
+// `ask(done, all)` is called now and then, to ask for what is read later.
+template <class Ask>
 static void weigh_pairs(const float* weights, int width, int rows, const float* paired, int num_pairs, int dim,
-                        const float* alpha, float* acc) {
+                        const float* alpha, float* acc, Ask&& ask) {
+    const auto weigh = [&](auto vectors, int d) {
+        constexpr int V = vectors.value;
+        weigh_pairs_rows<V>(weights, width, rows, paired + d, num_pairs, dim, alpha, acc + d,
+                            [&](int end) { ask(d * rows + V * LANES * end, dim * rows); });
+    };
     int d = 0;
-    for (; d + 64 <= dim; d += 64)
-        weigh_pairs_rows<4>(weights, width, rows, paired + d, num_pairs, dim, alpha, acc + d);
-    for (; d < dim; d += 16)
-        weigh_pairs_rows<1>(weights, width, rows, paired + d, num_pairs, dim, alpha, acc + d);
+    for (; d + 64 <= dim; d += 64) weigh(std::integral_constant<int, 4>{}, d);
+    for (; d < dim; d += 16) weigh(std::integral_constant<int, 1>{}, d);
 }
 #endif

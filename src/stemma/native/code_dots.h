@@ -108,7 +108,9 @@ static inline __attribute__((always_inline)) void add_eights(v16f (&sum)[R][J], 
 #pragma GCC unroll 4
                 for (int j = 0; j < J; j++) {
                     const Eight<BITS> eight = place_of.template eight<BITS>(i / TOGETHER, place, j);
-                    __builtin_prefetch(codes + (i + place) * Eight<BITS>::LOW_BYTES + 64 * j + 4096, 0, 2);
+                    const char* ahead = codes + (i + place) * Eight<BITS>::LOW_BYTES + 64 * j + 4096;
+                    __builtin_prefetch(ahead);
+                    if (BITS == 8) __builtin_prefetch(ahead + STEP_BYTES);
 #pragma GCC unroll 4
                     for (int k = 0; k < PAIRS_OF_EIGHT; k++) {
 #pragma GCC unroll 2

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "quantized.h"
+#include "tiles.h"
 
 constexpr int PAIRS_OF_EIGHT = 4;
 constexpr int INPUTS_OF_EIGHT = 8;
@@ -115,7 +116,8 @@ struct CodePlace {
     }
 };
 
-constexpr int64_t UNPACKED_AHEAD = 8192;  // bytes: how far ahead codes are asked for, into L2
+constexpr int64_t UNPACKED_AHEAD = 8192;  // bytes: how far ahead codes are asked for
+constexpr int UNPACKED_INTO = STEMMA_AMX ? 2 : 3;  // L2, where tiles need L1; else L1: on AMD's processors L2 is slower
 
 // body(eight, its number, line): for `count` eights of `lines` lines, from the begin of a group or of whole lines of
 // higher bits on.
@@ -127,8 +129,8 @@ static inline __attribute__((always_inline)) void for_eights(const CodePlace& co
         for (int place = 0; place < TOGETHER; place++) {
             const char* ahead = codes.low + (i + place) * Eight<BITS>::LOW_BYTES + UNPACKED_AHEAD;
             for (int j = 0; j < lines; j++) {
-                __builtin_prefetch(ahead + 64 * j, 0, 2);
-                if (BITS == 8) __builtin_prefetch(ahead + STEP_BYTES + 64 * j, 0, 2);
+                __builtin_prefetch(ahead + 64 * j, 0, UNPACKED_INTO);
+                if (BITS == 8) __builtin_prefetch(ahead + STEP_BYTES + 64 * j, 0, UNPACKED_INTO);
                 body(codes.template eight<BITS>(i / TOGETHER, place, j), i + place, j);
             }
         }

@@ -290,13 +290,18 @@ static inline void add_scaled(const v16i (&sum)[R][J], const GroupRun& run, int6
     }
 }
 
+// One row by byte dots takes so few instructions that asking holds up the processor's own requests: measured on Zen 4,
+// not where tiles are.
+template <class D, int R>
+constexpr bool READS_ALONE = R == 1 && STEMMA_AVX512_BF16 && !STEMMA_AMX && std::is_same<D, ByteDot>::value;
+
 template <class D, int BITS, int R, int J>
 static void run_groups(const GroupRun& run, bool asks) {
     const char *codes = run.codes, *x = run.x;
     const int64_t distance = CodesAhead<J>::distance(run.next_codes);
     for (int64_t g = 0; g < run.count; g++, codes += run.next_codes, x += run.next_x) {
         v16i sum[R][J];
-        const CodesAhead<J> ahead{asks ? codes + distance : nullptr};
+        const CodesAhead<J> ahead{asks && !READS_ALONE<D, R> ? codes + distance : nullptr};
         sum_group<D, BITS, R, J>(sum, run, g, codes, x, ahead);
         if (run.stops) {
 #pragma GCC unroll 8
