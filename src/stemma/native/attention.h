@@ -255,7 +255,7 @@ static void weigh_values(const AttendArgs& args, float* weights, int width, int 
     if (shape.tiles) return weigh_tiles(weights, width, rows, paired, (n + 1) / 2, args.value_dim, alpha, acc);
 #endif
     // What doesn't fill half of L1 is asked for into it: from L2, keys came half as fast.
-    const bool is_near = 2 * args.key_dim * n <= L1_BYTES / 2;
+    const bool is_near = next_keys.num_bytes() <= L1_BYTES / 2;
     weigh_pairs(weights, width, rows, paired, (n + 1) / 2, args.value_dim, alpha, acc,
                 [&](int done, int all) { is_near ? next_keys.ask<true>(done, all) : next_keys.ask(done, all); });
 }
@@ -284,6 +284,12 @@ static NextRows next_rows(const AttendArgs& args, const Item& item, int h, const
     return NextRows(tokens, num_next, offset, row_bytes, h, item.num_heads);
 }
 
+// The next tile's keys, for items of many rows. Of codes none are asked for: a token's lie with those of all heads.
+template <class T>
+static NextRows next_keys_of(const AttendArgs& args, const Item& item, int h, int num_next, const Scratch& s) {
+    return next_rows<T>(args, item, h, s.next_tokens.keys, args.format.stored == PLAIN ? num_next : 0);
+}
+
 // One tile of one KV head, the `first` one of its split or a later one; `num_next` tokens of the next one are in
 // s.next_tokens.
 template <class T, int NB>
@@ -299,7 +305,7 @@ static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item,
             score_pairs<NB>(args, plan, head.query, kv_head, n, shape, s);
             weigh<NB>(args, s.limits, head.split, s.alpha, scores, n, key, masked, true);
             pair_values_of(args, s.tokens, kv_head, n, shape, s.values.data());
-            NextRows next_keys = next_rows<T>(args, item, h, s.next_tokens.keys, num_next);
+            NextRows next_keys = next_keys_of<T>(args, item, h, num_next, s);
             return weigh_values(args, scores, W, rows, s.values.data(), n, first ? nullptr : s.alpha, shape,
                                 head.split_acc, next_keys);
         }
@@ -593,7 +599,7 @@ class BundleOfPairs {
         for (int key = begin; key < end; key += shape_.tile) {
             const int n = std::min(shape_.tile, end - key);
             const int next = locate_two<bf16>(args_, plan_, segment_, key, n, last, shape_, s_);
-            NextRows next_keys = next_rows<bf16>(args_, *s_.bundled[0].item, 0, s_.next_tokens.keys, next);
+            NextRows next_keys = next_keys_of<bf16>(args_, *s_.bundled[0].item, 0, next, s_);
             int num_paired = 0;
             for (BundledItem& b : s_.bundled) {
                 const int first_tile = std::max(split, b.visible.begin / shape_.tile * shape_.tile);

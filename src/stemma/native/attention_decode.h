@@ -50,8 +50,9 @@ class NextRows {
     // A row: `row_bytes` from `offset` on. `head` counts from the first of `num_heads` heads.
     NextRows(const void* const* tokens, int num_tokens, int64_t offset, int64_t row_bytes, int head, int num_heads)
         : tokens_(tokens), offset_(offset), lines_of_row_(int((row_bytes + 63) / 64)) {
-        begin_ = asked_ = num_tokens * lines_of_row_ * head / num_heads;
-        end_ = num_tokens * lines_of_row_ * (head + 1) / num_heads;
+        all_ = num_tokens * lines_of_row_;
+        begin_ = asked_ = all_ * head / num_heads;
+        end_ = all_ * (head + 1) / num_heads;
     }
     // Rows in pieces: those of the tokens side by side, piece after piece, `size` bytes an element
     static NextRows tiled(const void* const* tokens, int num_tokens, int num_columns, int64_t size, int64_t stride) {
@@ -60,9 +61,11 @@ class NextRows {
         next.tokens_of_line_ = int(64 / (COLUMNS * size));
         next.lines_of_piece_ = (num_tokens + next.tokens_of_line_ - 1) / next.tokens_of_line_;
         next.piece_stride_ = stride * size;
-        next.end_ = next.lines_of_piece_ * ((num_columns + COLUMNS - 1) / COLUMNS);
+        next.all_ = next.end_ = next.lines_of_piece_ * ((num_columns + COLUMNS - 1) / COLUMNS);
         return next;
     }
+
+    int num_bytes() const { return 64 * all_; }  // of all heads together
 
     // Ask for as large a part of the share as `done` is of `all` keys; into L1 if `near`, else into L2.
     template <bool near = false>
@@ -74,7 +77,7 @@ class NextRows {
   private:
     const void* const* tokens_ = nullptr;
     int64_t offset_ = 0, piece_stride_ = 0;
-    int lines_of_row_ = 1, begin_ = 0, end_ = 0, asked_ = 0;
+    int lines_of_row_ = 1, all_ = 0, begin_ = 0, end_ = 0, asked_ = 0;
     int tokens_of_line_ = 1, lines_of_piece_ = 0;  // 0: rows are whole
 
     const char* line(int i) const {
