@@ -6,11 +6,12 @@ at what registers do. `decode`: a step of 1 and 8 rows over KV that nothing shar
 KV once at the machine's bandwidth, or over latents beside attention's products if these take longer; on 6 of
 the 30 layers, so that 8 times 128k fit. `disk`: the first token behind 100,000 tokens that a former engine
 left on disk, pages dropped, beside reading the same files (6 layers): in an engine that has just begun, and
-after the idle time that a server has before its first request.
+after the idle time that a server has before its first request. `behind`: a step of 16 to 256 tokens of one
+prompt behind 100,000, beside their attention (6 layers, of which the last attends for one token).
 
-`--only cold|latent|decode|disk`, `--lengths 8192,32768,131072`, `--threads N`. `--layers N` cuts the models
-of fresh prompts, where all of their layers take too long: time and limit shrink alike. Run it on a quiet
-machine.
+`--only cold|latent|decode|disk|behind`, `--lengths 8192,32768,131072`, `--threads N`. `--layers N` cuts the
+models of fresh prompts, where all of their layers take too long: time and limit shrink alike. Run it on a
+quiet machine.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from stemma.config.settings import ModelSettings
 from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.llm import engine_settings
 from stemma.memory.device.kv import DeviceKV
+from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import load_model
 from stemma.native.library import load_kernels
 from stemma.types import TokenArray
@@ -46,6 +48,8 @@ SHALLOW, DEEP, LATENT = 6, 30, 8
 ON_DISK = 100_000
 NUM_NEW = 32
 KV_BYTES = 4_500_000_000
+PAIR = 9 * 4 * 64
+"""Operations of a query and a key in one layer of SmolLM2's shape: 9 heads."""
 LATENT_PAIR = 16 * 2 * (512 + 64 + 512)
 """Operations of a query and a key over latents, absorbed, in one layer: 16 heads."""
 
@@ -101,7 +105,7 @@ def cold(options: Options) -> Iterator[Row]:
     depth = options.depth(DEEP)
     hidden, inner, heads, kv_heads, size = 576, 1536, 9, 3, 64
     weights = depth.whole * (2 * hidden * size * (heads + kv_heads) + 3 * hidden * inner)
-    a_pair = depth.whole * heads * 4 * size
+    a_pair = depth.whole * PAIR
     yield from _cold(long_checkpoint(depth.layers), depth, weights, a_pair, options)
 
 
@@ -144,23 +148,32 @@ def decode(options: Options) -> Iterator[Row]:
     of_latents = ("latents, ", latent_checkpoint(LATENT), LATENT * LATENT_PAIR)
     for name, path, a_pair in (("", long_checkpoint(SHALLOW), 0), of_latents):
         model = load_model(ModelSettings(path=path, dtype="bfloat16", device="cpu"))
-        layout = model.layout(BLOCK_SIZE)
         for length in options.lengths:
             for rows in (1, 8):
-                batch, num_blocks = make_batch(Case("", [length] * rows, [1] * rows))
-                kv = DeviceKV(layout, num_blocks)
-                kv.data.normal_()
-                seconds = _best_s(lambda m=model, b=batch, k=kv: m.forward(b, k))  # type: ignore[misc]
-                num_bytes = model.weight_bytes + rows * length * layout.bytes_per_token
+                seconds = _step_s(model, Case("", [length] * rows, [1] * rows))
+                num_bytes = model.weight_bytes + rows * length * model.layout(BLOCK_SIZE).bytes_per_token
                 read_s = num_bytes / (options.limits.read_gb_s * 1e9)
                 multiply_s = a_pair * rows * length / (options.limits.register_gflops * 1e9)
                 note = f"{num_bytes / 1e9:.2f} GB at {options.limits.read_gb_s:.1f} GB/s: {read_s:.3f} s"
                 yield Row(f"{name}decode of {rows} at {length:,}", seconds, max(read_s, multiply_s), note)
 
 
-def _best_s(work: Callable[[], object]) -> float:
-    work()
-    return min(timed_s(work) for _ in range(5))
+def behind(options: Options) -> Iterator[Row]:
+    """Steps of some tokens of one prompt, the others of which are cached."""
+    model = load_model(ModelSettings(path=long_checkpoint(SHALLOW), dtype="bfloat16", device="cpu"))
+    for num_new in (16, 32, 64, 256):
+        seconds = _step_s(model, Case("", [ON_DISK + num_new], [num_new]))
+        limit_s = (SHALLOW - 1) * PAIR * num_new * ON_DISK / (options.limits.register_gflops * 1e9)
+        yield Row(f"{num_new} tokens behind {ON_DISK:,}", seconds, limit_s, "attention alone")
+
+
+def _step_s(model: CausalLM, case: Case) -> float:
+    """Return the seconds of a step over random KV, the least of five."""
+    batch, num_blocks = make_batch(case)
+    kv = DeviceKV(model.layout(BLOCK_SIZE), num_blocks)
+    kv.data.normal_()
+    model.forward(batch, kv)
+    return min(timed_s(lambda: model.forward(batch, kv)) for _ in range(5))
 
 
 def disk(options: Options) -> Iterator[Row]:
@@ -208,6 +221,7 @@ PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "latent": latent,
     "decode": decode,
     "disk": disk,
+    "behind": behind,
 }
 
 
