@@ -8,8 +8,8 @@ from typing import Any
 from stemma.engine.core.validation import NO_IMAGES
 from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import ImageSource, image_part, in_parts, name_of, text_part
-from stemma.server.requests.json_input import parse_json
 from stemma.server.schemas.openai import Message
+from stemma.server.turn.json_input import parse_json
 
 _TEXTS = ("text", "input_text")
 
