@@ -9,12 +9,13 @@ from stemma.engine.core.validation import NO_IMAGES
 from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import ImageSource, image_part, in_parts, name_of, text_part
 from stemma.server.requests.call_arguments import arguments_text, call_arguments
-from stemma.server.requests.template_roles import in_roles
-from stemma.server.requests.template_rules import REASONING_FIELDS, TemplateRules
+from stemma.server.requests.template_roles import REASONING_FIELDS, in_roles, reasoning_fields
+from stemma.server.requests.template_rules import TemplateRules
 from stemma.server.schemas.openai import Message
 
 _TEXTS = ("text", "input_text", "output_text")
-_DETAILS = "reasoning_details"
+_OTHER_NAMES = ("thinking", "reasoning_details")
+"""Other names for reasoning."""
 
 
 def template_messages(
@@ -42,7 +43,7 @@ def _rendered(message: Message, number: int, rules: TemplateRules, names: dict[s
     """Return a message but for a list of parts. `names`: of the calls so far, by their ids."""
     rendered = message.model_dump(exclude_none=True, exclude={"content"})
     where = f"messages[{number}]"
-    _take_reasoning(rendered, rules.reasoning)
+    _take_reasoning(rendered)
     if isinstance(message.content, str):
         rendered["content"] = message.content
     elif message.content is None and message.refusal is not None:
@@ -61,12 +62,12 @@ def _rendered(message: Message, number: int, rules: TemplateRules, names: dict[s
     return rendered
 
 
-def _take_reasoning(rendered: dict[str, Any], field: str) -> None:
-    """Leave the reasoning of an earlier answer where the template reads it, under whichever name it came."""
-    given = [rendered.pop(name, None) for name in (*REASONING_FIELDS, _DETAILS)]
+def _take_reasoning(rendered: dict[str, Any]) -> None:
+    """Leave the reasoning of an earlier answer where templates read it, under whichever name it came."""
+    given = [rendered.pop(name, None) for name in (*REASONING_FIELDS, *_OTHER_NAMES)]
     texts = [one if isinstance(one, str) else _detailed(one) for one in given]
     if text := next((text for text in texts if text), ""):
-        rendered[field] = text
+        rendered |= reasoning_fields(text)
 
 
 def _detailed(details: Any) -> str:
