@@ -27,6 +27,7 @@ from stemma.server.schemas.openai import ChatRequest
 from stemma.server.turn.build import Prompt
 from stemma.server.turn.intake import Intake
 from stemma.server.turn.template_process import Conversation
+from stemma.server.turn.thinking import EFFORT_TOKENS, VARIABLES, thinking_of
 
 _MAX_SHOWN_CHARS = 64
 _RESERVED = frozenset(
@@ -80,9 +81,12 @@ def template_arguments(intake: Intake, body: ChatRequest) -> dict[str, Any]:
             raise InvalidRequest(f"{where} must be short plain values", param="chat_template_kwargs")
         if name in known:
             arguments[name] = value
-    if body.reasoning_effort is not None and "reasoning_effort" in known:
-        arguments["reasoning_effort"] = body.reasoning_effort
-    elif body.reasoning_effort is not None:
+    wish = thinking_of(body)
+    if wish.wanted is not None:
+        arguments = {name: wish.wanted for name in VARIABLES if name in known} | arguments
+    if wish.effort is not None and "reasoning_effort" in known:
+        arguments.setdefault("reasoning_effort", wish.effort)
+    elif wish.effort is not None and wish.max_tokens is None and wish.effort not in EFFORT_TOKENS:
         count_hint("reasoning_effort")
     return arguments
 

@@ -18,6 +18,7 @@ from stemma.server.history.joining import HistoryJoiner
 from stemma.server.turn.images import RequestImages
 from stemma.server.turn.known_texts import KnownTexts
 from stemma.server.turn.template_process import Conversation, TemplateProcess
+from stemma.server.turn.template_rules import TemplateRules
 from stemma.types import TokenArray
 from stemma.workers import WorkerThreads
 
@@ -77,6 +78,7 @@ class Intake:
             self.images = RequestImages(
                 engine.images, settings.engine.images, admission.images, self._tokenizers, self._limit_s
             )
+        self.template_rules = TemplateRules.of(engine.tokenizer, sees=self.images is not None)
         self._parser = WorkerThreads(1, "stemma-parser", engine.supervisor)
 
     async def tokenized(self, text: str, *, add_special_tokens: bool, salt: str | None) -> TokenArray:

@@ -21,6 +21,7 @@ from stemma.server.turn.chat_template import (
 from stemma.server.turn.intake import MAX_CHARS_PER_TOKEN, Intake
 from stemma.server.turn.template_messages import template_messages
 from stemma.server.turn.template_process import Conversation
+from stemma.server.turn.template_rules import TemplateRules
 from stemma.types import TokenArray, as_tokens
 
 Tokens = TypeVar("Tokens", TokenArray, list[int])
@@ -162,7 +163,8 @@ async def chat_prompt(
 
     `salt`: as `Intake.tokenized` has it.
     """
-    messages, sources = template_messages(body.messages, sees=intake.images is not None)
+    rules = intake.template_rules if body.chat_template is None else TemplateRules()
+    messages, sources = template_messages(body.messages, sees=intake.images is not None, rules=rules)
     tools = body.tools if body.tool_choice != "none" else None
     check_length(intake, num_chars([messages, tools]), "messages")
     conversation = Conversation(

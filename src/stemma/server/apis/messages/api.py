@@ -46,10 +46,10 @@ async def create_message(request: Request) -> Response:
     context = context_of(request)
     body = validate(MessagesRequest, await read_object(request))
     marks = marks_of(body)
-    chat = validate(ChatRequest, chat_fields(body))
+    chat = validate(ChatRequest, _chat_fields(context, body))
     hinted = partial(_marked, context, body, chat, marks)
     turn = await chat_turn(context, request, ChatAsked(new_id("msg"), "messages", chat, hinted=hinted))
-    reply = _Reply(context, turn)
+    reply = _Reply(context, turn, {} if body.context_management is None else _UNEDITED)
     if body.stream:
         outputs = await context.runner.start(request, [turn])
         source = reply.events(outputs)
@@ -65,8 +65,13 @@ async def count_tokens(request: Request) -> Response:
     body = validate(CountTokensRequest, await read_object(request))
     adapter = check_model(context.engine, body.model)
     marks_of(body)
-    prompt = await chat_prompt(context.intake, validate(ChatRequest, chat_fields(body)), adapter)
+    chat = validate(ChatRequest, _chat_fields(context, body))
+    prompt = await chat_prompt(context.intake, chat, adapter)
     return json_response({"input_tokens": len(prompt.token_ids)})
+
+
+def _chat_fields(context: ApiContext, body: CountTokensRequest) -> dict[str, Any]:
+    return chat_fields(body, strip_nonces=context.settings.server.strip_client_nonces)
 
 
 async def _marked(
@@ -97,8 +102,10 @@ async def _num_marked(
         return len(prompt.token_ids)
     head = body.messages[: mark.num_turns] or [MessageTurn(role="user", content="")]
     try:
-        fields = chat_fields(CountTokensRequest(messages=head, system=body.system, tools=body.tools))
+        marked = CountTokensRequest(messages=head, system=body.system, tools=body.tools)
+        fields = _chat_fields(context, marked)
         fields |= {"add_generation_prompt": False, "continue_final_message": False}
+        fields |= {"enable_thinking": given.enable_thinking}
         fields["chat_template_kwargs"] = given.chat_template_kwargs
         fields |= {"cache_salt": given.cache_salt, "exact_history": given.exact_history}
         chat = validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
@@ -131,10 +138,12 @@ class _End:
 class _Reply:
     """One message, whole or as events."""
 
-    def __init__(self, context: ApiContext, turn: Turn) -> None:
+    def __init__(self, context: ApiContext, turn: Turn, extra: dict[str, Any]) -> None:
+        """`extra`: what its end says more."""
         self._context = context
         self._turn = turn
         self._marked = turn.request.retention.ranges
+        self._extra = extra
 
     def whole(self, result: Collected) -> dict[str, Any]:
         """Return the message of a request that is complete."""
@@ -146,7 +155,7 @@ class _Reply:
         if end.finish_reason is FinishReason.ABORT:
             raise GenerationFailed("the server ended this request before its answer was complete")
         usage = self._usage(result.cache, result.num_generated_tokens)
-        return self._message(blocks, usage) | end.of(blocks)
+        return self._message(blocks, usage) | end.of(blocks) | self._extra
 
     async def events(self, outputs: OutputStream) -> AsyncGenerator[bytes, None]:
         """Yield the events."""
@@ -172,6 +181,7 @@ class _Reply:
             "type": "message_delta",
             "delta": end.of(blocks),
             "usage": self._usage(answer.cache, answer.num_generated_tokens),
+            **self._extra,
         }
         yield b"".join(map(_event, [*blocks.end(), last, {"type": "message_stop"}]))
 
@@ -214,6 +224,8 @@ class _Reply:
 
 
 _SHORT_TTL_S = 300.0
+_UNEDITED: dict[str, Any] = {"context_management": {"applied_edits": []}}
+"""What a client is told that asks for edits of its context: there were none."""
 
 
 def _event(body: dict[str, Any]) -> bytes:
