@@ -30,6 +30,7 @@ from stemma.server.observe.explain import Explainer
 from stemma.server.observe.explanations import Explanations
 from stemma.server.observe.instruments import Instruments
 from stemma.server.observe.metrics import ServerMetrics
+from stemma.server.observe.refusals import Refusals
 from stemma.server.observe.usage_ledger import UsageLedger
 from stemma.server.observe.watches import Watches
 from stemma.server.operator.context import OperatorContext, alias_names
@@ -68,6 +69,8 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
         Explainer(tokenizer, intake.in_thread, is_exact=server.report_granularity == "token"),
         DivergenceWindow(),
     )
+    state.refusals = Refusals(logs=server.log_requests)
+    metrics.register(state.refusals)
     quotas = CacheQuotas(access.keys, engine)
     state.turns = turns = TurnPreparer(engine, settings, lifecycle)
     metrics.register(turns)
