@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from stemma.config.settings import Settings
 from stemma.errors import InvalidRequest
 from stemma.server.app import create_app
-from stemma.server.requests.json_input import parse_json
 from stemma.server.schemas.bounds import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH
+from stemma.server.turn.json_input import parse_json
 from tests.server.scripted_engine import ScriptedEngine
 
 USER = [{"role": "user", "content": "Hello"}]

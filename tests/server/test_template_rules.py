@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from stemma.config.settings import Settings
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.app import create_app
-from stemma.server.requests.template_messages import template_messages
-from stemma.server.requests.template_rules import TemplateRules
 from stemma.server.schemas.openai import Message
+from stemma.server.turn.template_messages import template_messages
+from stemma.server.turn.template_rules import TemplateRules
 from tests.server.scripted_engine import ScriptedEngine
 
 _CALLS = "{% for call in m.tool_calls or [] %}!{{ call.function.name }} {{ ARGUMENTS }}{% endfor %}"

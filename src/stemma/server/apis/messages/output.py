@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stemma.server.answers.events import CallArguments, CallStart, Content, Event, Reasoning
-from stemma.server.requests.call_arguments import call_arguments
+from stemma.server.turn.call_arguments import call_arguments
 
 StreamEvent = dict[str, Any]
 

@@ -6,7 +6,7 @@ import json
 import re
 
 from stemma.server.apis.responses.tools import INPUT
-from stemma.server.requests.call_arguments import call_arguments
+from stemma.server.turn.call_arguments import call_arguments
 
 _HEAD = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _WHOLE = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*+', re.DOTALL)

@@ -8,10 +8,10 @@ from typing import Any
 from stemma.engine.core.validation import NO_IMAGES
 from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import ImageSource, image_part, in_parts, name_of, text_part
-from stemma.server.requests.call_arguments import arguments_text, call_arguments
-from stemma.server.requests.template_roles import REASONING_FIELDS, in_roles, reasoning_fields
-from stemma.server.requests.template_rules import TemplateRules
 from stemma.server.schemas.openai import PARTS, Message
+from stemma.server.turn.call_arguments import arguments_text, call_arguments
+from stemma.server.turn.template_roles import REASONING_FIELDS, in_roles, reasoning_fields
+from stemma.server.turn.template_rules import TemplateRules
 
 _OTHER_NAMES = ("thinking", "reasoning_details")
 """Other names for reasoning."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stemma.model.vision.sources import text_part
-from stemma.server.requests.template_rules import TemplateRules
+from stemma.server.turn.template_rules import TemplateRules
 
 Message = dict[str, Any]
 REASONING_FIELDS = ("reasoning_content", "reasoning")
