@@ -184,18 +184,13 @@ def test_depth_and_containers() -> None:
 
 async def test_deep_nesting_inside_a_message(client: httpx.AsyncClient) -> None:
     nested = '{"a":' * 900 + "1" + "}" * 900
-    for body in (
-        '{"messages":[{"role":"user","content":"x","extra":' + nested + "}]}",
-        json.dumps(
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": nested}}]}
-                ]
-            }
-        ),
-    ):
-        response = await client.post("/v1/chat/completions", content=body, headers=JSON)
-        assert response.status_code == 400, response.text
+    body = '{"messages":[{"role":"user","content":"x","extra":' + nested + "}]}"
+    response = await client.post("/v1/chat/completions", content=body, headers=JSON)
+    assert response.status_code == 400, response.text
+    call = {"function": {"name": "f", "arguments": nested}}
+    body = json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    response = await client.post("/v1/chat/completions", content=body, headers=JSON)
+    assert response.status_code == 200, "as text: a history is never refused"
 
 
 async def test_unknown_fields_are_logged_once(

@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.server.scripted_engine import ScriptedEngine
 
 from stemma.config.settings import Settings
+from tests.server.scripted_engine import ScriptedEngine
 
 CHAT = {"messages": [{"role": "user", "content": "a b c"}], "max_tokens": 2}
 TGI = {"inputs": "a b c", "parameters": {"max_new_tokens": 2}}

@@ -21,6 +21,7 @@ from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
+from stemma.server.schemas.functions import in_function_words
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.transport.sse import DONE, EventStream, TextEvent, event, told_as
 from stemma.server.turn.body import read_object, validate
@@ -79,7 +80,7 @@ def _completion(context: ApiContext, body: ChatRequest, turn: Turn, result: Coll
         )
     return {
         **_head(context, turn, "chat.completion"),
-        "choices": choices,
+        "choices": list(map(_wording(body), choices)),
         "usage": UsageMeter.of([result]).usage(),
         **extra,
     }
@@ -104,9 +105,10 @@ async def _events(
     with_usage = options is not None and options.include_usage
     with_counts = options is not None and with_usage and options.continuous_usage_stats
     tail: dict[str, Any] = {"usage": None} if with_usage else {}
+    worded = _wording(body)
 
     def chunk(choice: dict[str, Any]) -> dict[str, Any]:
-        return {**head, "choices": [choice], **tail}
+        return {**head, "choices": [worded(choice)], **tail}
 
     role = {"role": "assistant", "content": ""}
     with_ids = bool(body.return_token_ids)
@@ -187,6 +189,11 @@ class _ChoiceStream:
         if isinstance(part, Reasoning) and not self._reader.with_reasoning:
             return {}
         return delta_of(part, self._reader.format.tools)
+
+
+def _wording(body: ChatRequest) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what words a choice as the request words its tools."""
+    return in_function_words if body.functions else lambda choice: choice
 
 
 def _finish_reason(reason: FinishReason | None, has_calls: bool) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from stemma.server.schemas.base import Kinds, RequestModel
 from stemma.server.schemas.bounds import (
@@ -26,6 +26,7 @@ from stemma.server.schemas.bounds import (
     Tools,
     Ttl,
 )
+from stemma.server.schemas.functions import tool_message, tool_request
 from stemma.server.schemas.shared import ContinuedRequest, KeptRequest, SearchedRequest, StructuredOutputs
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -167,7 +168,11 @@ Prompt = Annotated[
 class CompletionRequest(OpenAIRequest):
     """Body of ``POST /v1/completions``."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_UNSUPPORTED, "suffix": ("",)}
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_UNSUPPORTED,
+        "suffix": ("",),
+        "thinking_token_budget": (),
+    }
 
     prompt: Prompt
     """Text, texts, token ids, or lists of token ids; checked item by item in `prompts.py`."""
@@ -179,6 +184,11 @@ class Message(RequestModel):
     """One turn of a conversation. Fields that only the template knows are passed on to it."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_new_words(cls, given: Any) -> Any:
+        return tool_message(given) if isinstance(given, dict) else given
 
     role: Role
     content: str | Parts | None = None
@@ -228,6 +238,13 @@ class ThinkingRequest(RequestModel):
     """Qwen's."""
 
 
+PARTS = Kinds(
+    "parts",
+    spoken=frozenset({"text", "input_text", "output_text", "image_url", "refusal"}),
+    skipped=frozenset({"thinking", "redacted_thinking", "reasoning"}),
+    or_with="text",
+)
+"""Parts of a message."""
 _TOOLS = Kinds(
     "tools",
     spoken=frozenset({"function"}),
@@ -263,7 +280,7 @@ def _spoken_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | 
 class ChatRequest(OpenAIRequest, ContinuedRequest, ThinkingRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    kinds: ClassVar[Mapping[str, Kinds]] = {"tools": _TOOLS}
+    kinds: ClassVar[Mapping[str, Kinds]] = {"tools": _TOOLS, "messages.content": PARTS}
     nested: ClassVar[Mapping[str, type[RequestModel]]] = {
         **OpenAIRequest.nested,
         "thinking": ThinkingWish,
@@ -272,8 +289,6 @@ class ChatRequest(OpenAIRequest, ContinuedRequest, ThinkingRequest):
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_UNSUPPORTED,
         "moderation": (),
-        "functions": ([],),
-        "function_call": ("none",),
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),
@@ -287,7 +302,16 @@ class ChatRequest(OpenAIRequest, ContinuedRequest, ThinkingRequest):
     harmless: ClassVar[frozenset[str]] = OpenAIRequest.harmless | {"prediction"}
     hints: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _in_new_words(cls, given: Any) -> Any:
+        return tool_request(given) if isinstance(given, dict) else given
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    functions: Tools | None = None
+    """The older form of `tools`, answered in its own words."""
+    function_call: Literal["none", "auto"] | dict[str, Any] | None = None
+    """The older form of `tool_choice`."""
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None

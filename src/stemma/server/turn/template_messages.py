@@ -8,12 +8,11 @@ from typing import Any
 from stemma.engine.core.validation import NO_IMAGES
 from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import ImageSource, image_part, in_parts, name_of, text_part
-from stemma.server.schemas.openai import Message
+from stemma.server.schemas.openai import PARTS, Message
 from stemma.server.turn.call_arguments import arguments_text, call_arguments
 from stemma.server.turn.template_roles import REASONING_FIELDS, in_roles, reasoning_fields
 from stemma.server.turn.template_rules import TemplateRules
 
-_TEXTS = ("text", "input_text", "output_text")
 _OTHER_NAMES = ("thinking", "reasoning_details")
 """Other names for reasoning."""
 
@@ -81,6 +80,7 @@ def _content(
     parts: list[dict[str, Any]], where: str, number: int, images: list[ImageSource] | None
 ) -> str | list[dict[str, str]]:
     """Return the text of all parts; with an image among them, the parts, whose images `images` gets."""
+    parts = [part for part in parts if PARTS.speaks(part)]
     if not any(part.get("type") == "image_url" for part in parts):
         return "\n".join(_text(part, where) for part in parts)
     if images is None:
@@ -100,9 +100,9 @@ def _content(
 
 
 def _text(part: dict[str, Any], where: str) -> str:
-    text = part.get("text")
-    if part.get("type") not in _TEXTS or not isinstance(text, str):
-        raise InvalidRequest(f"{where}: only text parts and images (image_url) are supported", param=where)
+    text = part.get("refusal" if part.get("type") == "refusal" else "text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where}: a part has no text", param=where)
     return text
 
 
