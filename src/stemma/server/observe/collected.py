@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from stemma.engine.api import CacheReport, DraftCount, RequestOutput
 from stemma.engine.pooling import Vector
@@ -49,6 +50,8 @@ class Collected:
     """The vector of a prompt that was asked for instead of an answer."""
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
     is_finished: bool = False
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What else the answer's ``stemma`` object says, by observers."""
 
     @classmethod
     def nothing(cls, num_prompt_tokens: int, *, keeps_logprobs: bool = True) -> Collected:

@@ -108,8 +108,6 @@ class OpenAIRequest(SearchedRequest, KeptRequest):
             "store",
             "service_tier",
             "safety_identifier",
-            "prompt_cache_options",
-            "prompt_cache_retention",
             "request_id",
             "stream_interval",
         }

@@ -177,8 +177,6 @@ class ResponsesRequest(SampledRequest, KeptRequest, ContinuedRequest):
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
             "image",
-            "prompt_cache_options",
-            "prompt_cache_retention",
             "request_id",
             "safety_identifier",
             "service_tier",

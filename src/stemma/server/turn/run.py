@@ -6,14 +6,14 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from stemma.config.settings import Settings
-from stemma.engine.api import PromptProgress, RequestOutput
+from stemma.engine.api import PromptProgress, RequestOutput, SequenceDelta
 from stemma.engine.beam_search import run_beam_search
 from stemma.engine.client import EngineClient
 from stemma.errors import (
@@ -36,6 +36,7 @@ from stemma.server.turn.build import Turn
 from stemma.server.turn.observers import Observe
 from stemma.server.turn.outputs import Outputs, OutputStream, give_back
 from stemma.server.turn.reports import Reports, TurnReports
+from stemma.types import FinishReason
 
 T = TypeVar("T")
 _LOOK_S = 0.05
@@ -127,7 +128,8 @@ class TurnRunner:
         stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
         outputs = self._limited(stream)
         try:
-            async for output in outputs:
+            async for told in outputs:
+                output = _without_answer(told) if turn.prewarms else told
                 await self._take(output, answer, reports, observers)
                 if output.finished:
                     outcome = "ok"
@@ -234,6 +236,15 @@ async def _first(stream: Outputs) -> tuple[int, RequestOutput]:
     async for item in stream:
         return item
     raise GenerationFailed("the engine ended a request without any output")
+
+
+def _without_answer(output: RequestOutput) -> RequestOutput:
+    """Return an output of a prompt that is computed for later: the one token that was drawn is nobody's."""
+    deltas = tuple(
+        SequenceDelta(one.index, (), "", finish_reason=one.finish_reason and FinishReason.STOP)
+        for one in output.deltas
+    )
+    return replace(output, deltas=deltas, num_generated_tokens=0)
 
 
 async def _drain(stream: Outputs) -> None:

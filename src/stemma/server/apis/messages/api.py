@@ -10,9 +10,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import CacheReport
 from stemma.errors import GenerationFailed, InvalidRequest
 from stemma.server.access import JSON_TYPE
+from stemma.server.answers.cache_diagnostics import cache_miss_reason
 from stemma.server.answers.usage import history_detail
 from stemma.server.apis.messages.blocks import chat_fields
 from stemma.server.apis.messages.marks import Mark, marks_of, num_shared, ranges_of
@@ -49,7 +49,7 @@ async def create_message(request: Request) -> Response:
     chat = validate(ChatRequest, _chat_fields(context, body))
     hinted = partial(_marked, context, body, chat, marks)
     turn = await chat_turn(context, request, ChatAsked(new_id("msg"), "messages", chat, hinted=hinted))
-    reply = _Reply(context, turn, {} if body.context_management is None else _UNEDITED)
+    reply = _Reply(context, turn, body)
     if body.stream:
         outputs = await context.runner.start(request, [turn])
         source = reply.events(outputs)
@@ -138,12 +138,15 @@ class _End:
 class _Reply:
     """One message, whole or as events."""
 
-    def __init__(self, context: ApiContext, turn: Turn, extra: dict[str, Any]) -> None:
-        """`extra`: what its end says more."""
+    def __init__(self, context: ApiContext, turn: Turn, body: MessagesRequest) -> None:
         self._context = context
         self._turn = turn
         self._marked = turn.request.retention.ranges
-        self._extra = extra
+        self._extra: dict[str, Any] = {} if body.context_management is None else _UNEDITED
+        """Members that its end has beside those of all."""
+        self._diagnostics = None
+        if body.diagnostics is not None and (earlier := body.diagnostics.previous_message_id) is not None:
+            self._diagnostics = cache_miss_reason(turn.since(context.recent, earlier))
 
     def whole(self, result: Collected) -> dict[str, Any]:
         """Return the message of a request that is complete."""
@@ -154,7 +157,7 @@ class _Reply:
         end = _End(sequence.finish_reason, sequence.stop_reason)
         if end.finish_reason is FinishReason.ABORT:
             raise GenerationFailed("the server ended this request before its answer was complete")
-        usage = self._usage(result.cache, result.num_generated_tokens)
+        usage = self._usage(result)
         return self._message(blocks, usage) | end.of(blocks) | self._extra
 
     async def events(self, outputs: OutputStream) -> AsyncGenerator[bytes, None]:
@@ -166,7 +169,7 @@ class _Reply:
             told: list[dict[str, Any]] = []
             if not has_begun:  # only now it is known what was reused
                 has_begun = True
-                message = self._message(blocks, self._usage(answer.cache, 0))
+                message = self._message(blocks, self._usage(answer, has_begun=False))
                 told += [{"type": "message_start", "message": message}, {"type": "ping"}]
             for delta in output.deltas:
                 told += blocks.feed(parser.feed(delta.text))
@@ -180,7 +183,7 @@ class _Reply:
         last = {
             "type": "message_delta",
             "delta": end.of(blocks),
-            "usage": self._usage(answer.cache, answer.num_generated_tokens),
+            "usage": self._usage(answer),
             **self._extra,
         }
         yield b"".join(map(_event, [*blocks.end(), last, {"type": "message_stop"}]))
@@ -198,10 +201,13 @@ class _Reply:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage,
+            "diagnostics": self._diagnostics,
         }
 
-    def _usage(self, cache: CacheReport, num_generated: int) -> dict[str, Any]:
+    def _usage(self, answer: Collected, *, has_begun: bool = True) -> dict[str, Any]:
         """Return Anthropic's counts: read from cache, written for later, and the rest, which add up."""
+        cache = answer.cache
+        ours = history_detail(cache) | explanation_of(cache) | answer.notes
         read = cache.num_cached_tokens
         written = for_an_hour = start = 0
         for one in self._marked:
@@ -217,9 +223,13 @@ class _Reply:
                 "ephemeral_5m_input_tokens": written - for_an_hour,
                 "ephemeral_1h_input_tokens": for_an_hour,
             },
-            "output_tokens": num_generated,
+            "output_tokens": answer.num_generated_tokens if has_begun else 0,
             "service_tier": "standard",
-            **({"stemma": ours} if (ours := history_detail(cache) | explanation_of(cache)) else {}),
+            **(
+                {"stemma": ours}
+                if (ours := history_detail(cache) | explanation_of(cache) | answer.notes)
+                else {}
+            ),
         }
 
 

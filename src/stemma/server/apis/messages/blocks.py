@@ -11,6 +11,7 @@ from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import image_url_part, text_part
 from stemma.server.apis.messages.tools import chat_tools, tool_choice
 from stemma.server.schemas.messages import BLOCKS, CountTokensRequest, MessagesRequest, Turn
+from stemma.server.schemas.shared import PromptCacheOptions
 from stemma.server.turn.client_nonces import without_nonces
 
 ChatMessage = dict[str, Any]
@@ -47,7 +48,9 @@ def chat_fields(body: CountTokensRequest, *, strip_nonces: bool = True) -> dict[
     if isinstance(body, MessagesRequest):
         given |= {name: getattr(body, name) for name in _SAME_FIELDS}
         given["model"] = body.model
-        given["max_completion_tokens"] = body.max_tokens
+        given["max_completion_tokens"] = body.max_tokens or 1
+        if not body.max_tokens:
+            given["prompt_cache_options"] = PromptCacheOptions(prewarm=True)
         given["stop"] = body.stop_sequences
     return {name: value for name, value in given.items() if value is not None}
 
@@ -62,6 +65,9 @@ _SAME_FIELDS = (
     "priority",
     "cache_ttl_s",
     "exact_history",
+    "kv_hints",
+    "prompt_cache_options",
+    "prompt_cache_retention",
 )
 """Fields that chat has under the same name."""
 
