@@ -91,9 +91,10 @@ def _spoken(blocks: Sequence[Any], where: str) -> Iterator[tuple[dict[str, Any],
     """Yield the blocks that are part of the prompt, each with its place."""
     for number, block in enumerate(blocks):
         spot = f"{where}[{number}]"
-        if not isinstance(block, dict):
-            raise InvalidRequest(f"{spot} must be an object", param=spot)
-        if BLOCKS.speaks(block):
+        treatment = BLOCKS.treatment(block) if isinstance(block, dict) else "refused"
+        if treatment == "refused":  # inside of others; those of a turn were looked at before
+            raise InvalidRequest(f"{spot}: this block is not supported here", param=spot)
+        if treatment == "spoken":
             yield block, spot
 
 
@@ -182,7 +183,9 @@ def _text_of(block: dict[str, Any], where: str) -> str:
         case "document":
             return _lines(block.get("title"), block.get("context"), _source_text(block, where))
         case "search_result":
-            texts = [_text_of(*one) for one in _spoken(block.get("content") or [], f"{where}.content")]
+            content = block.get("content")
+            inner = _spoken(content if isinstance(content, list) else [], f"{where}.content")
+            texts = [_text_of(*one) for one in inner]
             return _lines(block.get("title"), block.get("source"), *texts)
         case "tool_reference":
             return _string(block, "tool_name", where)
@@ -204,9 +207,9 @@ def _source_text(block: dict[str, Any], where: str) -> str:
     if isinstance(source, dict) and kind == "text":
         return _string(source, "data", f"{where}.source")
     if isinstance(source, dict) and kind == "content":
-        content = source.get("content") or ""
-        if isinstance(content, str):
-            return content
+        content = source.get("content")
+        if not isinstance(content, list):
+            return str(content or "")
         return _lines(*(_text_of(*one) for one in _spoken(content, f"{where}.source.content")))
     raise InvalidRequest(f"{where}.source must be of type text or content", param=f"{where}.source")
 
