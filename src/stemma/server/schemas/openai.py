@@ -133,6 +133,8 @@ class OpenAIRequest(SearchedRequest, KeptRequest):
     """Where `truncate_prompt_tokens` cuts; None: on the left, so that the last tokens stay."""
     prompt_logprobs: NumLogprobs | None = None
     """Report how likely each token of the prompt was, and this number of the likeliest in its place."""
+    return_progress: bool | None = None
+    """In a stream, as llama.cpp has it: how far the prompt has come, each second until the answer begins."""
     return_token_ids: bool | None = None
     """Report the ids of prompt and answers beside their text."""
     cache_retention: Annotated[list[KeptTokens], Field(fail_fast=True, max_length=MAX_KEPT)] | None = None
