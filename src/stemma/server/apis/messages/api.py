@@ -194,7 +194,7 @@ class _Reply:
             "type": "message",
             "role": "assistant",
             "model": answered_by(self._context.engine, self._turn.request.adapter),
-            "content": blocks.blocks,
+            "content": list(blocks.blocks),
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage,
