@@ -86,6 +86,16 @@ async def test_a_nonce_of_claude_code_is_no_part_of_the_prompt(
     await claude(client, system="x-anthropic-billing-header: cch=1;\nYou write code.")
     assert prompt_of(engine) == first
 
+    told = [{"role": "system", "content": system("cccc")}, *HELLO]
+    await client.post("/v1/chat/completions", json={"messages": told, "max_tokens": 9})
+    assert prompt_of(engine) == first, "as a proxy in front translates it"
+    told[0]["content"] = "\n".join(part["text"] for part in system("dddd"))
+    await client.post("/v1/chat/completions", json={"messages": told, "max_tokens": 9})
+    assert prompt_of(engine) == first
+    alone = [{"role": "system", "content": system("eeee")[:1]}, *HELLO]
+    await client.post("/v1/chat/completions", json={"messages": alone, "max_tokens": 9})
+    assert "<|system|>" not in prompt_of(engine)
+
     server = settings.server.model_copy(update={"strip_client_nonces": False})
     kept = httpx.ASGITransport(app=create_app(engine, settings.model_copy(update={"server": server})))
     async with httpx.AsyncClient(transport=kept, base_url="http://localhost") as other:
