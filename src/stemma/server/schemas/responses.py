@@ -176,6 +176,7 @@ class ResponsesRequest(SampledRequest, KeptRequest, ContinuedRequest):
     hints: ClassVar[frozenset[str]] = frozenset({"context_management", "max_tool_calls"})
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
+            "client_metadata",
             "image",
             "request_id",
             "safety_identifier",

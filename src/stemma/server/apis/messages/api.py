@@ -46,7 +46,7 @@ async def create_message(request: Request) -> Response:
     context = context_of(request)
     body = validate(MessagesRequest, await read_object(request))
     marks = marks_of(body)
-    chat = validate(ChatRequest, _chat_fields(context, body))
+    chat = validate(ChatRequest, chat_fields(body))
     hinted = partial(_marked, context, body, chat, marks)
     turn = await chat_turn(context, request, ChatAsked(new_id("msg"), "messages", chat, hinted=hinted))
     reply = _Reply(context, turn, body)
@@ -65,13 +65,9 @@ async def count_tokens(request: Request) -> Response:
     body = validate(CountTokensRequest, await read_object(request))
     adapter = check_model(context.engine, body.model)
     marks_of(body)
-    chat = validate(ChatRequest, _chat_fields(context, body))
+    chat = validate(ChatRequest, chat_fields(body))
     prompt = await chat_prompt(context.intake, chat, adapter)
     return json_response({"input_tokens": len(prompt.token_ids)})
-
-
-def _chat_fields(context: ApiContext, body: CountTokensRequest) -> dict[str, Any]:
-    return chat_fields(body, strip_nonces=context.settings.server.strip_client_nonces)
 
 
 async def _marked(
@@ -103,7 +99,7 @@ async def _num_marked(
     head = body.messages[: mark.num_turns] or [MessageTurn(role="user", content="")]
     try:
         marked = CountTokensRequest(messages=head, system=body.system, tools=body.tools)
-        fields = _chat_fields(context, marked)
+        fields = chat_fields(marked)
         fields |= {"add_generation_prompt": False, "continue_final_message": False}
         fields |= {"enable_thinking": given.enable_thinking}
         fields["chat_template_kwargs"] = given.chat_template_kwargs
@@ -197,7 +193,7 @@ class _Reply:
             "type": "message",
             "role": "assistant",
             "model": answered_by(self._context.engine, self._turn.request.adapter),
-            "content": blocks.blocks,
+            "content": list(blocks.blocks),
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage,
