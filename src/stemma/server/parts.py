@@ -88,7 +88,7 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
     def token_text(token_id: int) -> str:
         return tokenizer.decode([token_id], skip_special_tokens=False)
 
-    form = answer_format(server.tool_parser, server.reasoning_parser, tokenizer.chat_template)
+    form = answer_format(server.tool_parser, server.reasoning_parser, tokenizer)
     state.api = ApiContext(engine, settings, intake, runner, form, token_text)
     aliases, bundle_key = alias_names(settings), read_secret(server.bundle_key_file)
     state.operator = OperatorContext(

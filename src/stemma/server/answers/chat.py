@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import orjson
@@ -23,9 +24,13 @@ from stemma.server.answers.events import (
     Reasoning,
     parse,
 )
-from stemma.server.answers.families import AnswerFormat, ToolFormat
-from stemma.server.answers.reasoning import PlainParser, ReasoningParser
-from stemma.server.answers.tool_calls import ForcedCallsParser, NamedCallParser
+from stemma.server.answers.families import AnswerFormat
+from stemma.server.answers.formats.format import ReadCalls, ToolFormat
+from stemma.server.answers.formats.harmony import HARMONY, read_harmony
+from stemma.server.answers.formats.json_calls import read_forced, read_named
+from stemma.server.answers.formats.thinking import Thinking, read_after_thinking
+from stemma.server.answers.parts import Parts, ReadingParser
+from stemma.server.answers.scanning import Markers, Reading, Scanner
 
 _ID_CHARS = string.ascii_letters + string.digits
 
@@ -148,16 +153,36 @@ class AnswerReader:
 
     def parser(self) -> AnswerParser:
         """Return a parser for one choice."""
-        inner: AnswerParser = PlainParser()
+        return ReadingParser(self._reading(), None if self.tools.parallel else 1)
+
+    def _reading(self) -> Callable[[Scanner, Parts], Reading[None]]:
+        calls, thinking, tools = self._calls(), self.format.thinking, self.tools.schemas
+        if thinking is None:
+            return (
+                (lambda scanner, parts: scanner.all(parts.plain))
+                if calls is None
+                else (lambda scanner, parts: calls(scanner, parts, tools))
+            )
+        if thinking.name == "harmony" and (calls is None or calls is HARMONY.read):
+            return partial(read_harmony, tools=tools, opened=self.opened, with_calls=calls is not None)
+        opens = self.format.tools.opens if self.format.tools is not None and calls is not None else ()
+        return partial(
+            read_after_thinking,
+            tools=tools,
+            thinking=Thinking(thinking, self.opened),
+            rest=calls,
+            opens=Markers(thinking.closer, *opens),
+        )
+
+    def _calls(self) -> ReadCalls | None:
+        """Return what reads the calls; None: there are none."""
         if self.tools.mode == "named":
-            inner = NamedCallParser(self.tools.named)
-        elif self.tools.mode == "required":
-            inner = ForcedCallsParser()
-        elif self.tools.mode == "auto" and self.format.tools is not None:
-            inner = self.format.tools.parser(frozenset(self.tools.schemas))
-        if not self.tools.parallel:
-            inner = _FirstCall(inner)
-        return ReasoningParser(inner, opened=self.opened) if self.format.reasoning else inner
+            return partial(read_named, self.tools.named)
+        if self.tools.mode == "required":
+            return read_forced
+        if self.tools.mode == "auto" and self.format.tools is not None:
+            return self.format.tools.read
+        return None
 
     def constrain(self, params: SamplingParams, special_tokens: Collection[str]) -> SamplingParams:
         """Return `params` with what the answer needs: a grammar for forced calls, markers left in the text.
@@ -171,30 +196,11 @@ class AnswerReader:
             message = f"{params.grammar.param} and a forced tool_choice can't be combined"
             raise InvalidRequest(message, param=params.grammar.param)
         grammar = forced or params.grammar
-        if grammar is not None and self.format.reasoning:
+        if grammar is not None and self.format.thinking is not None:
             grammar = replace(grammar, reasoning="opened" if self.opened else "optional")
-        tools = self.format.tools if self.tools.mode == "auto" else None
-        keeps = tools is not None and any(marker in special_tokens for marker in tools.markers)
-        return replace(params, grammar=grammar, skip_special_tokens=params.skip_special_tokens and not keeps)
-
-
-class _FirstCall:
-    """Drops all calls but the first."""
-
-    def __init__(self, inner: AnswerParser) -> None:
-        self._inner = inner
-
-    def feed(self, text: str) -> list[Event]:
-        """Return the events of `text`."""
-        return _only_first(self._inner.feed(text))
-
-    def end(self) -> list[Event]:
-        """Return the events of what was held back."""
-        return _only_first(self._inner.end())
-
-
-def _only_first(events: list[Event]) -> list[Event]:
-    return [event for event in events if not isinstance(event, CallStart | CallArguments) or event.index == 0]
+        read = self.format if self.tools.mode == "auto" else replace(self.format, tools=None)
+        skips = params.skip_special_tokens and not read.hidden_markers(special_tokens)
+        return replace(params, grammar=grammar, skip_special_tokens=skips)
 
 
 def message_of(answer: Answer, tools: ToolFormat | None) -> dict[str, Any]:
@@ -206,7 +212,7 @@ def message_of(answer: Answer, tools: ToolFormat | None) -> dict[str, Any]:
         message["content"] = answer.content or None
         message["tool_calls"] = [
             {
-                "id": new_call_id(tools),
+                "id": call.call_id or new_call_id(tools),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
@@ -222,9 +228,10 @@ def delta_of(event: Event, tools: ToolFormat | None) -> dict[str, Any]:
             return {"content": text}
         case Reasoning(text):
             return _reasoning(text)
-        case CallStart(index, name):
+        case CallStart(index, name, call_id):
+            call_id = call_id or new_call_id(tools)
             function = {"name": name, "arguments": ""}
-            call = {"index": index, "id": new_call_id(tools), "type": "function", "function": function}
+            call = {"index": index, "id": call_id, "type": "function", "function": function}
             return {"tool_calls": [call]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

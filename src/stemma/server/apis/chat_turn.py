@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from stemma.engine.api import GenerationRequest
 from stemma.model.lora.adapter import Adapter
 from stemma.server.answers.chat import AnswerReader, tool_use
-from stemma.server.answers.reasoning import prompt_opens_reasoning
 from stemma.server.apis.context import ApiContext
 from stemma.server.apis.next_turn import continued, next_turn
 from stemma.server.history.following import RenderedRequest
@@ -66,10 +65,11 @@ async def chat_turn(
 def _answer_reader(context: ApiContext, body: ChatRequest, tokens: TokenArray) -> AnswerReader:
     """Return what reads the answers to `body`, whose prompt is `tokens`."""
     known = context.answer_format
-    known = replace(known, reasoning=known.reasoning and body.separate_reasoning)
+    if not body.separate_reasoning:
+        known = replace(known, thinking=None)
     opened = False
-    if known.reasoning:
+    if known.thinking is not None:
         end = tokens[-_REASONING_MARK_TOKENS:].tolist()
-        opened = prompt_opens_reasoning(context.engine.tokenizer.decode(end, skip_special_tokens=False))
+        opened = known.thinking.is_open_at(context.engine.tokenizer.decode(end, skip_special_tokens=False))
     use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     return AnswerReader(known, use, opened, with_reasoning=body.include_reasoning)
