@@ -360,8 +360,8 @@ class ServerSettings(SettingsModel):
     trust_request_chat_template: bool = False
     """Render chat templates sent in requests, in a separate process."""
     tool_parser: str = "auto"
-    """How the model writes tool calls: a format of docs/compatibility.md by name, or `off`; `auto`: as its chat
-    template does."""
+    """How the model writes tool calls: a format of docs/compatibility.md by name, or `off`; `auto`: as its
+    chat template does."""
     reasoning_parser: str = "auto"
     """How the model writes its thinking: a format by name, `on` (the template's, else ``<think>``), or `off`;
     `auto`: as its chat template does."""

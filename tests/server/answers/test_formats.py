@@ -8,16 +8,14 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.server.answers.reading import TOOLS, cut, joined, pieces_read, read, reader
 
 from stemma.server.answers.events import Answer, ToolCall, fold
 from stemma.server.answers.formats.registry import TOOL_FORMATS
-from tests.server.answers.reading import TOOLS, cut, joined, pieces_read, read, reader
 
 WEATHER = '{"city": "Paris \\"}{ [x]", "units": {"t": "C"}}'
-KIMI = (
-    "
-    ""<|tool_calls_section_begin|><|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
-)
+KIMI_CALL = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+KIMI = "<|tool_calls_section_begin|>" + KIMI_CALL
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 DEEPSEEK_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 
@@ -314,9 +312,8 @@ CASES: list[tuple[str, str, Answer]] = [
     ("cohere", "<|START_RESPONSE|>Hello.<|END_RESPONSE|>", Answer("Hello.")),
     (
         "seed_oss",
-        "
-        ""<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=list>['a', True]"
-        "</parameter>\n</function>\n</seed:tool_call>",
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
+        "<parameter=list>['a', True]</parameter>\n</function>\n</seed:tool_call>",
         Answer(calls=[call("get_weather", '{"city": "Paris", "list": ["a", true]}')]),
     ),
 ]

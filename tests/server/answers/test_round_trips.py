@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.server.answers.reading import cut, joined, pieces_read, reader
+from tests.server.answers.test_recognition import EXPECTED, template
 
 from stemma.server.answers.events import fold
 from stemma.server.answers.formats.registry import TOOL_FORMATS
-from tests.server.answers.reading import cut, joined, pieces_read, reader
-from tests.server.answers.test_recognition import EXPECTED, template
 
 ENDS = (
     "<|im_end|>",

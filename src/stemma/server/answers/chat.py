@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -13,7 +13,9 @@ import orjson
 
 from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
+from stemma.engine.sampling.thinking import ThinkingTokens
 from stemma.errors import InvalidRequest
+from stemma.model.tokenizer import Tokenizer
 from stemma.server.answers.events import (
     Answer,
     AnswerParser,
@@ -184,8 +186,9 @@ class AnswerReader:
             return self.format.tools.read
         return None
 
-    def constrain(self, params: SamplingParams, special_tokens: Collection[str]) -> SamplingParams:
-        """Return `params` with what the answer needs: a grammar for forced calls, markers left in the text.
+    def constrain(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+        """Return `params` with what the answer needs: a grammar for forced calls, markers left in the text,
+        and the tokens that end its thinking if that has a budget.
 
         A response format is the form of the answer's text. A forced call leaves no text, so beside one the
         format has nothing to say. Raises InvalidRequest for any other form beside a forced call.
@@ -199,8 +202,15 @@ class AnswerReader:
         if grammar is not None and self.format.thinking is not None:
             grammar = replace(grammar, reasoning="opened" if self.opened else "optional")
         read = self.format if self.tools.mode == "auto" else replace(self.format, tools=None)
-        skips = params.skip_special_tokens and not read.hidden_markers(special_tokens)
-        return replace(params, grammar=grammar, skip_special_tokens=skips)
+        skips = params.skip_special_tokens and not read.hidden_markers(tokenizer.special_token_texts)
+        thinking = None if params.max_thinking_tokens is None else self._thinking_tokens(tokenizer)
+        return replace(params, grammar=grammar, skip_special_tokens=skips, thinking=thinking)
+
+    def _thinking_tokens(self, tokenizer: Tokenizer) -> ThinkingTokens | None:
+        if self.format.thinking is None:
+            return None
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        return self.format.thinking.tokens(lambda text: encode(text).tolist(), is_open=self.opened)
 
 
 def message_of(answer: Answer, tools: ToolFormat | None) -> dict[str, Any]:

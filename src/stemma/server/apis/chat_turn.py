@@ -50,7 +50,7 @@ async def chat_turn(
         tokens = await context.intake.in_thread(lambda: continued(tokenizer, known, tokens))
         tokens = check_tokens(context.intake, tokens, "messages")
     reader = _answer_reader(context, body, tokens)
-    params = reader.constrain(params, context.engine.tokenizer.special_token_texts)
+    params = reader.constrain(params, context.engine.tokenizer)
     generation = generation_request(request_id, tokens, params, body, adapter, beam)
     generation = replace(
         generation, images=prompt.images, roles=tuple(message.role for message in body.messages)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from stemma.engine.sampling.thinking import ThinkingTokens
 from stemma.server.answers.events import parse
 from stemma.server.answers.formats.format import ReadCalls, Tools
 from stemma.server.answers.parts import Parts, ReadingParser
@@ -26,11 +27,22 @@ class ThinkingFormat:
     """Further markers of the format."""
     behind: str = "\n\n"
     """What templates write between the end of the thinking and the answer."""
+    may_return: bool = False
+    """Whether there may be more thinking later in an answer."""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Tokens that must stay in the text."""
         return (self.opener, self.closer, *self.others)
+
+    def tokens(self, encode: Callable[[str], Sequence[int]], *, is_open: bool) -> ThinkingTokens | None:
+        """Return the tokens by which a budget of thinking is kept; None if its end isn't a token."""
+        end_ids = tuple(encode(self.closer))
+        if len(end_ids) != 1:
+            return None
+        before = "" if self.may_return else "\n"
+        forced = tuple(encode(f"{before}{self.closer}{self.behind}"))
+        return ThinkingTokens(tuple(encode(self.opener)), end_ids[0], forced, is_open, self.may_return)
 
     def is_open_at(self, prompt_end: str) -> bool:
         """Return whether an answer to a prompt that ends so begins inside the thinking."""
@@ -52,6 +64,7 @@ _ALL = (
         "<|end|>",
         ("<|channel|>", "<|message|>", "<|start|>", "<|call|>", "<|return|>", "<|constrain|>"),
         behind="<|start|>assistant<|channel|>final<|message|>",
+        may_return=True,
     ),
 )
 THINKING_FORMATS: Mapping[str, ThinkingFormat] = {form.name: form for form in _ALL}
