@@ -42,6 +42,9 @@ JSON_SPACE = r"\n? {0,16}"
 """White space between the parts of JSON: enough to indent eight levels by two. Without a bound, small models
 write spaces for ever."""
 
+JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": JSON_SPACE, "coerce_one_of": True}
+"""How llguidance reads JSON schemas."""
+
 AllowedTokens = npt.NDArray[np.bool_]
 """[V]: whether each token may come next."""
 PackedMask = npt.NDArray[np.uint8]
@@ -398,9 +401,8 @@ def _source(spec: GrammarSpec) -> str:
 def _from_schema(schema: str) -> str:
     from llguidance import LLMatcher
 
-    return str(
-        LLMatcher.grammar_from_json_schema(rewritten(schema), overrides={"whitespace_pattern": JSON_SPACE})
-    )
+    options: Any = JSON_OPTIONS
+    return str(LLMatcher.grammar_from_json_schema(rewritten(schema), overrides=options))
 
 
 def _after_reasoning(source: str, reasoning: Reasoning) -> str:
