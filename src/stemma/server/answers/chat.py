@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import orjson
-
 from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.thinking import ThinkingTokens
@@ -27,10 +25,15 @@ from stemma.server.answers.events import (
     parse,
 )
 from stemma.server.answers.families import AnswerFormat
+from stemma.server.answers.formats.forced import forced_grammar
 from stemma.server.answers.formats.format import ReadCalls, ToolFormat
-from stemma.server.answers.formats.harmony import HARMONY, read_harmony
-from stemma.server.answers.formats.json_calls import read_forced, read_named
-from stemma.server.answers.formats.thinking import Thinking, read_after_thinking
+from stemma.server.answers.formats.harmony import read_harmony
+from stemma.server.answers.formats.json_calls import read_forced
+from stemma.server.answers.formats.thinking import (
+    HARMONY_THINKING,
+    Thinking,
+    read_after_thinking,
+)
 from stemma.server.answers.parts import Parts, ReadingParser
 from stemma.server.answers.scanning import Markers, Reading, Scanner
 
@@ -52,18 +55,16 @@ class ToolUse:
     """Whether an answer may hold more than one call."""
 
     @property
-    def grammar(self) -> GrammarSpec | None:
-        """The form that the answer must have, where the request demands a call."""
+    def demanded(self) -> Mapping[str, Mapping[str, Any]]:
+        """The tools of which one must be called; none: a call isn't demanded."""
         if self.mode == "named":
-            schema: Mapping[str, Any] = self.schemas[self.named]
-        elif self.mode == "required":
-            calls = [_call_schema(name, arguments) for name, arguments in self.schemas.items()]
-            schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-            if not self.parallel:
-                schema = {**schema, "maxItems": 1}
-        else:
-            return None
-        return GrammarSpec("json_schema", orjson.dumps(schema).decode(), param="tools")
+            return {self.named: self.schemas[self.named]}
+        return self.schemas if self.mode == "required" else {}
+
+    @property
+    def is_single(self) -> bool:
+        """Whether an answer may hold one call only."""
+        return not self.parallel or self.mode == "named"
 
 
 def tool_use(
@@ -128,15 +129,6 @@ def _schema(tool: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]
     return name, parameters
 
 
-def _call_schema(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
     """Reads the answers of one request."""
@@ -155,18 +147,16 @@ class AnswerReader:
 
     def parser(self) -> AnswerParser:
         """Return a parser for one choice."""
-        return ReadingParser(self._reading(), None if self.tools.parallel else 1)
+        return ReadingParser(self._reading(), 1 if self.tools.is_single else None)
 
     def _reading(self) -> Callable[[Scanner, Parts], Reading[None]]:
         calls, thinking, tools = self._calls(), self.format.thinking, self.tools.schemas
-        if thinking is None:
-            return (
-                (lambda scanner, parts: scanner.all(parts.plain))
-                if calls is None
-                else (lambda scanner, parts: calls(scanner, parts, tools))
-            )
-        if thinking.name == "harmony" and (calls is None or calls is HARMONY.read):
+        if thinking is HARMONY_THINKING:
             return partial(read_harmony, tools=tools, opened=self.opened, with_calls=calls is not None)
+        if thinking is None:
+            if calls is None:
+                return lambda scanner, parts: scanner.all(parts.plain)
+            return lambda scanner, parts: calls(scanner, parts, tools)
         opens = self.format.tools.opens if self.format.tools is not None and calls is not None else ()
         return partial(
             read_after_thinking,
@@ -178,13 +168,10 @@ class AnswerReader:
 
     def _calls(self) -> ReadCalls | None:
         """Return what reads the calls; None: there are none."""
-        if self.tools.mode == "named":
-            return partial(read_named, self.tools.named)
-        if self.tools.mode == "required":
-            return read_forced
-        if self.tools.mode == "auto" and self.format.tools is not None:
-            return self.format.tools.read
-        return None
+        own = None if self.format.tools is None else self.format.tools.read
+        if self.tools.mode == "auto":
+            return own
+        return partial(read_forced, own) if self.tools.demanded else None
 
     def constrain(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
         """Return `params` with what the answer needs: a grammar for forced calls, markers left in the text,
@@ -193,18 +180,38 @@ class AnswerReader:
         A response format is the form of the answer's text. A forced call leaves no text, so beside one the
         format has nothing to say. Raises InvalidRequest for any other form beside a forced call.
         """
-        forced = self.tools.grammar
+        token_ids = self._special_ids(tokenizer)
+        forced = self._forced(token_ids)
         is_format = params.grammar is not None and params.grammar.param == "response_format"
         if forced is not None and params.grammar is not None and not is_format:
             message = f"{params.grammar.param} and a forced tool_choice can't be combined"
             raise InvalidRequest(message, param=params.grammar.param)
         grammar = forced or params.grammar
         if grammar is not None and self.format.thinking is not None:
-            grammar = replace(grammar, reasoning="opened" if self.opened else "optional")
-        read = self.format if self.tools.mode == "auto" else replace(self.format, tools=None)
-        skips = params.skip_special_tokens and not read.hidden_markers(tokenizer.special_token_texts)
+            is_call = forced is not None
+            before = self.format.thinking.before_grammar(token_ids, is_open=self.opened, is_call=is_call)
+            grammar = replace(grammar, before=before)
+        skips = params.skip_special_tokens and not token_ids
         thinking = None if params.max_thinking_tokens is None else self._thinking_tokens(tokenizer)
         return replace(params, grammar=grammar, skip_special_tokens=skips, thinking=thinking)
+
+    def _special_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """Return the markers that are special tokens, with their ids."""
+        read = replace(self.format, tools=None) if self.tools.mode == "off" else self.format
+        hidden = read.hidden_markers(tokenizer.special_token_texts)
+        return {marker: int(tokenizer.encode(marker, add_special_tokens=False)[0]) for marker in hidden}
+
+    def _forced(self, token_ids: Mapping[str, int]) -> GrammarSpec | None:
+        """Return the form of the call that is demanded, if one is."""
+        if not self.tools.demanded:
+            return None
+        form = None if self.format.tools is None else self.format.tools.form
+        single = self.tools.is_single
+        try:
+            text = forced_grammar(form, self.tools.demanded, token_ids, single=single)
+        except RecursionError as error:
+            raise InvalidRequest("tools: a schema nests too deeply", param="tools") from error
+        return GrammarSpec("grammar", text, param="tools")
 
     def _thinking_tokens(self, tokenizer: Tokenizer) -> ThinkingTokens | None:
         if self.format.thinking is None:

@@ -1,5 +1,6 @@
 """Cohere: ``<|START_ACTION|>[{"tool_name": ..., "parameters": {...}}]<|END_ACTION|>``, or a response."""
 
+from stemma.server.answers.formats.forced import JsonForm
 from stemma.server.answers.formats.format import ToolFormat, Tools, shape
 from stemma.server.answers.formats.tagged import json_calls, tagged_once
 from stemma.server.answers.parts import Parts
@@ -22,4 +23,10 @@ COHERE = ToolFormat(
     shape(r'<\|START_ACTION\|> \[ \{ [^[]*?"tool_name" : "NAME" , "parameters" : \{ "KEY" : "VALUE" \} '),
     (_OPEN,),
     (_CLOSE, *_RESPONSE),
+    JsonForm(
+        '    {"tool_call_id": "NUMBER", "tool_name": "NAME", "parameters": ARGUMENTS}',
+        f"{_OPEN}[\n",
+        ",\n",
+        f"\n]{_CLOSE}",
+    ),
 )

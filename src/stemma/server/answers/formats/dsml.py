@@ -1,7 +1,7 @@
 """DeepSeek-V3.2's and V4's ``DSML`` tags, which say of each value whether it is a string."""
 
 from stemma.server.answers.formats.format import ToolFormat, shape
-from stemma.server.answers.formats.tag_parameters import TagStyle, tag_calls
+from stemma.server.answers.formats.tag_parameters import TagStyle, tag_calls, tag_form
 
 _MARK = "｜DSML｜"
 
@@ -24,6 +24,7 @@ def _format(name: str, outer: str) -> ToolFormat:
         shape(f'<{_MARK}{outer}> <{_MARK}invoke name="NAME"> ' + parameter),
         (style.opener,),
         (style.closer, _MARK),
+        tag_form(style, inner=False),
     )
 
 

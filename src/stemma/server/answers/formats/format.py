@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stemma.server.answers.formats.forced import CallForm
 from stemma.server.answers.parts import Parts
 from stemma.server.answers.scanning import Reading, Scanner
 
@@ -28,6 +29,8 @@ class ToolFormat:
     """Markers that begin calls; empty: nothing marks them."""
     others: tuple[str, ...] = ()
     """Further markers. None of all may be left out of the text, special token or not."""
+    form: CallForm | None = None
+    """How calls that a request demands are written; None: as a JSON list."""
     short_ids: bool = False
     """Whether the template takes only ids of nine letters and digits."""
 

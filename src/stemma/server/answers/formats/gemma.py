@@ -3,6 +3,7 @@
 import re
 
 from stemma.server.answers.formats import literals
+from stemma.server.answers.formats.forced import KeywordForm
 from stemma.server.answers.formats.format import ToolFormat, Tools, shape
 from stemma.server.answers.formats.tagged import tagged
 from stemma.server.answers.parts import Parts
@@ -31,4 +32,5 @@ GEMMA4 = ToolFormat(
     shape(r'<\|tool_call> call: NAME\{ KEY : <\|"\|>VALUE<\|"\|> \} <tool_call\|>'),
     ("<|tool_call>",),
     ("<tool_call|>", _QUOTE),
+    KeywordForm("<|tool_call>call:NAME{", "KEY:", "", "}<tool_call|>", separator=",", quote=_QUOTE),
 )

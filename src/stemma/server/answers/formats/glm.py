@@ -1,6 +1,7 @@
 """GLM-4.5 to 5: ``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>``."""
 
 from stemma.server.answers import json_text
+from stemma.server.answers.formats.forced import KeywordForm
 from stemma.server.answers.formats.format import ToolFormat, Tools, shape
 from stemma.server.answers.formats.tagged import tagged
 from stemma.server.answers.formats.typed import TypedArguments
@@ -42,10 +43,24 @@ def _body(scanner: Scanner, parts: Parts, tools: Tools) -> Reading[str | None]:
     return ""
 
 
-GLM = ToolFormat(
-    "glm",
-    tagged(_OPEN, _CLOSE, _body),
-    shape("<tool_call>NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> </tool_call>"),
-    (_OPEN,),
-    (_CLOSE, _KEY, _KEY_END, _VALUE, _VALUE_END),
-)
+def _format(name: str, gap: str) -> ToolFormat:
+    line = gap.encode("unicode_escape").decode()
+    return ToolFormat(
+        name,
+        tagged(_OPEN, _CLOSE, _body),
+        shape(rf"{_OPEN}NAME{line}{_KEY}KEY{_KEY_END}{line}{_VALUE}VALUE{_VALUE_END}{line}{_CLOSE}"),
+        (_OPEN,),
+        (_CLOSE, _KEY, _KEY_END, _VALUE, _VALUE_END),
+        KeywordForm(
+            head=f"{_OPEN}NAME{gap}",
+            parameter=f"{_KEY}KEY{_KEY_END}{gap}{_VALUE}",
+            value_end=f"{_VALUE_END}{gap}",
+            tail=_CLOSE,
+            between=gap,
+        ),
+    )
+
+
+GLM = _format("glm", "\n")
+GLM47 = _format("glm47", "")
+"""GLM-4.7 and later: without line breaks."""

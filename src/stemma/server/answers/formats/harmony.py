@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from stemma.server.answers.formats.forced import JsonForm
 from stemma.server.answers.formats.format import ToolFormat, Tools, shape
 from stemma.server.answers.formats.headed import json_arguments
 from stemma.server.answers.parts import Parts
@@ -80,4 +81,7 @@ HARMONY = ToolFormat(
     shape(r'to=functions\.NAME[^{]*<\|message\|> (\{ "KEY" : "VALUE" \} |"\{ \\"KEY\\" : \\"VALUE\\" \} ")'),
     (_CHANNEL, _START),
     (_MESSAGE, _CONSTRAIN, *_ENDS),
+    JsonForm(
+        f"{_CHANNEL}commentary to=functions.NAME {_CONSTRAIN}json{_MESSAGE}" + "ARGUMENTS", may_repeat=False
+    ),
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from stemma.server.answers import json_text
+from stemma.server.answers.formats.forced import JsonForm
 from stemma.server.answers.formats.format import ToolFormat, Tools, shape
 from stemma.server.answers.parts import Parts
 from stemma.server.answers.scanning import Markers, Reading, Scanner
@@ -54,6 +56,11 @@ KIMI = ToolFormat(
     shape(r'<\|tool_call_begin\|> \S+ <\|tool_call_argument_begin\|> \{ "KEY" : "VALUE" \} '),
     (_KIMI_SECTION[0], _KIMI_CALL),
     (_KIMI_SECTION[1], _KIMI_JSON, _KIMI_END),
+    JsonForm(
+        f"{_KIMI_CALL}functions.NAME:NUMBER{_KIMI_JSON}ARGUMENTS{_KIMI_END}",
+        before=_KIMI_SECTION[0],
+        after=_KIMI_SECTION[1],
+    ),
 )
 """``functions.name:0`` heads a call, and is its id."""
 
@@ -88,19 +95,33 @@ def _read_deepseek(scanner: Scanner, parts: Parts, tools: Tools) -> Reading[None
             yield from scanner.accept("```")
 
 
-def _deepseek(name: str, head: str) -> ToolFormat:
+def _deepseek(name: str, head: str, form: JsonForm) -> ToolFormat:
     return ToolFormat(
         name,
         _read_deepseek,
         shape(rf'<｜tool▁call▁begin｜>{head} \{{ "KEY" : "VALUE" \}} '),
         (_DEEPSEEK_CALLS[0], _DEEPSEEK_CALL),
         (_DEEPSEEK_CALLS[1], _DEEPSEEK_SEP, _DEEPSEEK_END),
+        form,
     )
 
 
-DEEPSEEK_V3 = _deepseek("deepseek_v3", "function<｜tool▁sep｜>NAME ```json")
+_DEEPSEEK_FORM = JsonForm(
+    f"{_DEEPSEEK_CALL}NAME{_DEEPSEEK_SEP}ARGUMENTS{_DEEPSEEK_END}",
+    before=_DEEPSEEK_CALLS[0],
+    after=_DEEPSEEK_CALLS[1],
+)
+DEEPSEEK_V3 = _deepseek(
+    "deepseek_v3",
+    "function<｜tool▁sep｜>NAME ```json",
+    replace(
+        _DEEPSEEK_FORM,
+        pattern=f"{_DEEPSEEK_CALL}function{_DEEPSEEK_SEP}NAME\n```json\nARGUMENTS\n```{_DEEPSEEK_END}",
+        between="\n",
+    ),
+)
 """V3 and R1: ``function<sep>name``, and the arguments in a code block."""
-DEEPSEEK_V31 = _deepseek("deepseek_v31", "NAME<｜tool▁sep｜>")
+DEEPSEEK_V31 = _deepseek("deepseek_v31", "NAME<｜tool▁sep｜>", _DEEPSEEK_FORM)
 
 _MISTRAL = "[TOOL_CALLS]"
 _MISTRAL_OPENERS = Markers(_MISTRAL)
@@ -136,14 +157,19 @@ def _mistral_call(scanner: Scanner, parts: Parts) -> Reading[str | None]:
     return ""
 
 
-MISTRAL = ToolFormat(
+def _mistral(name: str, written: str, form: JsonForm) -> ToolFormat:
+    others = ("[ARGS]", "[CALL_ID]")
+    return ToolFormat(name, _read_mistral, shape(written), (_MISTRAL,), others, form, short_ids=True)
+
+
+MISTRAL = _mistral(
     "mistral",
-    _read_mistral,
-    shape(
-        r'\[TOOL_CALLS\] (\[ \{ [^[]*?"name" : "NAME"|NAME(\[CALL_ID\] \w+ )?(\[ARGS\])?|\{ "name" : "NAME")'
-    ),
-    (_MISTRAL,),
-    ("[ARGS]", "[CALL_ID]"),
-    short_ids=True,
+    r'\[TOOL_CALLS\] (\[ )?\{ [^[]*?"name" : "NAME"',
+    JsonForm('{"name": "NAME", "arguments": ARGUMENTS}', f"{_MISTRAL}[", ", ", "]"),
 )
-"""A list of objects, or since 2025 ``name[ARGS]{...}`` for each call."""
+MISTRAL_ARGS = _mistral(
+    "mistral_args",
+    r"\[TOOL_CALLS\]NAME(\[CALL_ID\] \w+ )?(\[ARGS\])? \{",
+    JsonForm(f"{_MISTRAL}NAME[ARGS]ARGUMENTS"),
+)
+"""Since 2025."""

@@ -1,6 +1,7 @@
 """InternLM: ``<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>``."""
 
 from stemma.server.answers import json_text
+from stemma.server.answers.formats.forced import JsonForm
 from stemma.server.answers.formats.format import ToolFormat, Tools, shape
 from stemma.server.answers.formats.tagged import tagged
 from stemma.server.answers.parts import Parts
@@ -18,4 +19,5 @@ INTERNLM = ToolFormat(
     shape(r'<\|action_start\|> <\|plugin\|> \{ "name" : "NAME"'),
     ("<|action_start|>",),
     ("<|action_end|>", "<|plugin|>"),
+    JsonForm('<|action_start|><|plugin|>\n{"name": "NAME", "parameters": ARGUMENTS}<|action_end|>'),
 )

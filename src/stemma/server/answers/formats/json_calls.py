@@ -1,21 +1,19 @@
-"""Calls as JSON that a grammar enforces where a family's own form can't be."""
+"""Calls that a request demands: in the family's own form, or as a JSON list."""
 
 from stemma.server.answers import json_text
-from stemma.server.answers.formats.format import Tools
+from stemma.server.answers.formats.format import ReadCalls, Tools
 from stemma.server.answers.parts import Parts
 from stemma.server.answers.scanning import Reading, Scanner
 
 
-def read_forced(scanner: Scanner, parts: Parts, tools: Tools) -> Reading[None]:
-    """Read a JSON list of calls."""
+def read_forced(own: ReadCalls | None, scanner: Scanner, parts: Parts, tools: Tools) -> Reading[None]:
+    """Read calls as `own` does if they aren't a JSON list."""
+    begin = yield from scanner.accept("[{")
+    if begin:
+        scanner.back(begin)
+    if own is not None and not begin:
+        yield from own(scanner, parts, tools)
+        return
     if (yield from json_text.calls(scanner, parts)) is None:
         parts.content(scanner.recorded())
     yield from scanner.all(parts.content)
-
-
-def read_named(name: str, scanner: Scanner, parts: Parts, tools: Tools) -> Reading[None]:
-    """Read the arguments of the one call that is demanded."""
-    yield from scanner.space()
-    if (yield from scanner.peek()):
-        parts.call(name)
-        yield from scanner.all(parts.arguments)

@@ -1,7 +1,7 @@
 """``<minimax:tool_call><invoke name="name"><parameter name="key">value</parameter></invoke>...``."""
 
 from stemma.server.answers.formats.format import ToolFormat, shape
-from stemma.server.answers.formats.tag_parameters import TagStyle, tag_calls
+from stemma.server.answers.formats.tag_parameters import TagStyle, tag_calls, tag_form
 
 _STYLE = TagStyle(
     opener="<minimax:tool_call>",
@@ -18,4 +18,5 @@ MINIMAX = ToolFormat(
     shape('<minimax:tool_call> <invoke name="NAME"> <parameter name="KEY">VALUE</parameter> </invoke> '),
     (_STYLE.opener,),
     (_STYLE.closer,),
+    tag_form(_STYLE, inner=False),
 )

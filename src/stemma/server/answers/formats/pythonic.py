@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 from stemma.server.answers import json_text
 from stemma.server.answers.formats import literals
+from stemma.server.answers.formats.forced import JsonForm, KeywordForm
 from stemma.server.answers.formats.format import ToolFormat, Tools, shape
 from stemma.server.answers.formats.tagged import tagged
 from stemma.server.answers.parts import Parts
@@ -83,9 +84,38 @@ def _read_bare(scanner: Scanner, parts: Parts, tools: Tools) -> Reading[None]:
     yield from scanner.all(parts.content)
 
 
-PYTHONIC = ToolFormat("pythonic", _read_bare, shape(r"\[" + _CALL_SHAPE + r"\]"), (), (*_TAGS, _END_TAG))
+def _form(before: str, between: str, after: str) -> KeywordForm:
+    return KeywordForm(
+        "NAME(",
+        "KEY=",
+        "",
+        ")",
+        separator=", ",
+        before=before,
+        between=between,
+        after=after,
+        strings="json",
+        words=("True", "False"),
+    )
+
+
+PYTHONIC = ToolFormat(
+    "pythonic",
+    _read_bare,
+    shape(r"\[" + _CALL_SHAPE + r"\]"),
+    (),
+    (*_TAGS, _END_TAG),
+    _form("[", ", ", "]"),
+)
 """Llama 4 and the small models of Llama 3.2; nothing marks a call, so only the request's tools make one."""
-LLAMA3_JSON = ToolFormat("llama3_json", _read_bare, shape(_JSON_SHAPE), (), (*_TAGS, _END_TAG))
+LLAMA3_JSON = ToolFormat(
+    "llama3_json",
+    _read_bare,
+    shape(_JSON_SHAPE),
+    (),
+    (*_TAGS, _END_TAG),
+    JsonForm('{"name": "NAME", "parameters": ARGUMENTS}', between="; "),
+)
 """``{"name": ..., "parameters": {...}}``, several joined by ``;``, as Llama 3.1 writes them."""
 OLMO3 = ToolFormat(
     "olmo3",
@@ -93,6 +123,7 @@ OLMO3 = ToolFormat(
     shape("<function_calls>" + _CALL_SHAPE + "</function_calls>"),
     ("<function_calls>",),
     ("</function_calls>",),
+    _form("<function_calls>", "\n", "</function_calls>"),
 )
 LFM2 = ToolFormat(
     "lfm2",
@@ -100,4 +131,5 @@ LFM2 = ToolFormat(
     shape(r"<\|tool_call_start\|> \[" + _CALL_SHAPE + r"\] <\|tool_call_end\|>"),
     ("<|tool_call_start|>",),
     ("<|tool_call_end|>",),
+    _form("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
 )

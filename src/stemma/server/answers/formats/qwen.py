@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from stemma.server.answers.formats.format import ToolFormat, shape
-from stemma.server.answers.formats.tag_parameters import TagStyle, tag_calls
+from stemma.server.answers.formats.tag_parameters import TagStyle, tag_calls, tag_form
 
 _STYLE = TagStyle(
     opener="<tool_call>",
@@ -14,7 +14,8 @@ _STYLE = TagStyle(
     parameter_end="</parameter>",
     trims=True,
 )
-_SEED = replace(_STYLE, opener="<seed:tool_call>", closer="</seed:tool_call>")
+_VERBATIM = replace(_STYLE, trims=False)
+_SEED = replace(_VERBATIM, opener="<seed:tool_call>", closer="</seed:tool_call>")
 _BODY = " <function=NAME> <parameter=KEY>{}VALUE{}</parameter> </function> "
 
 QWEN = ToolFormat(
@@ -23,14 +24,16 @@ QWEN = ToolFormat(
     shape("<tool_call>" + _BODY.format(r"\n", r"\n") + "</tool_call>"),
     ("<tool_call>",),
     ("</tool_call>",),
+    tag_form(_STYLE),
 )
 """Qwen3-Coder, Qwen3.5 and later, Nemotron 3, Step 3.5."""
 MIMO = ToolFormat(
     "mimo",
-    tag_calls(replace(_STYLE, trims=False)),
+    tag_calls(_VERBATIM),
     shape("<tool_call>" + _BODY.format("", "") + "</tool_call>"),
     ("<tool_call>",),
     ("</tool_call>",),
+    tag_form(_VERBATIM),
 )
 """The same with values as they stand."""
 SEED = ToolFormat(
@@ -39,4 +42,5 @@ SEED = ToolFormat(
     shape("<seed:tool_call>" + _BODY.format(" ", " ") + "</seed:tool_call>"),
     (_SEED.opener,),
     (_SEED.closer,),
+    tag_form(_SEED),
 )

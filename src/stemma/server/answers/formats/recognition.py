@@ -39,6 +39,7 @@ _WORDS = (
     (("DSML", "function_calls"), "deepseek_v32"),
     (("DSML", "tool_calls"), "deepseek_v4"),
     (("<|tool_call_argument_begin|>",), "kimi_k2"),
+    (("[TOOL_CALLS]", "[ARGS]"), "mistral_args"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<|channel|>", "to=functions."), "harmony"),
     (("<|tool_call>call:",), "gemma4"),

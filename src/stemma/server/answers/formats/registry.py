@@ -6,9 +6,9 @@ from stemma.server.answers.formats.cohere import COHERE
 from stemma.server.answers.formats.dsml import DEEPSEEK_V4, DEEPSEEK_V32
 from stemma.server.answers.formats.format import ToolFormat
 from stemma.server.answers.formats.gemma import GEMMA4
-from stemma.server.answers.formats.glm import GLM
+from stemma.server.answers.formats.glm import GLM, GLM47
 from stemma.server.answers.formats.harmony import HARMONY
-from stemma.server.answers.formats.headed import DEEPSEEK_V3, DEEPSEEK_V31, KIMI, MISTRAL
+from stemma.server.answers.formats.headed import DEEPSEEK_V3, DEEPSEEK_V31, KIMI, MISTRAL, MISTRAL_ARGS
 from stemma.server.answers.formats.hermes import HERMES
 from stemma.server.answers.formats.internlm import INTERNLM
 from stemma.server.answers.formats.json_lists import GRANITE, JAMBA, NEMOTRON, PHI4
@@ -22,6 +22,7 @@ _ALL = (
     MIMO,
     SEED,
     GLM,
+    GLM47,
     MINIMAX,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -29,6 +30,7 @@ _ALL = (
     DEEPSEEK_V4,
     KIMI,
     MISTRAL,
+    MISTRAL_ARGS,
     HARMONY,
     GEMMA4,
     GRANITE,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stemma.server.answers import json_text
+from stemma.server.answers.formats.forced import KeywordForm
 from stemma.server.answers.formats.format import ReadCalls, Tools
 from stemma.server.answers.formats.tagged import close
 from stemma.server.answers.formats.typed import TypedArguments
@@ -35,6 +36,11 @@ class TagStyle:
     """Stand behind a parameter's name and say whether its value is a string: the first says that it is."""
     trims: bool = False
     """Whether a line break at either end of a value is the format's."""
+
+    @property
+    def typed_end(self) -> str:
+        """What stands behind a parameter's name, with STRING for whether its value is one."""
+        return self.typed_ends[0].replace("true", "STRING") if self.typed_ends else ""
 
 
 def tag_calls(style: TagStyle) -> ReadCalls:
@@ -105,6 +111,21 @@ def tag_calls(style: TagStyle) -> ReadCalls:
         return True
 
     return read
+
+
+def tag_form(style: TagStyle, *, inner: bool = True) -> KeywordForm:
+    """Return how templates write calls in `style`. `inner`: each call has the outer tags around it."""
+    gap = "\n" if style.trims else ""
+    form = KeywordForm(
+        head=f"{style.call}NAME{style.name_end}\n",
+        parameter=f"{style.parameter}KEY{style.typed_end or style.name_end}{gap}",
+        value_end=f"{gap}{style.parameter_end}\n",
+        tail=f"{style.call_end}\n",
+    )
+    if not inner:
+        return replace(form, before=f"{style.opener}\n", after=style.closer)
+    head, tail = f"{style.opener}\n{form.head}", f"{form.tail}{style.closer}"
+    return replace(form, head=head, tail=tail, between="\n")
 
 
 def _closers(style: TagStyle) -> Markers:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from stemma.engine.sampling.thinking import ThinkingTokens
 from stemma.server.answers.events import parse
+from stemma.server.answers.formats.forced import Lark
 from stemma.server.answers.formats.format import ReadCalls, Tools
 from stemma.server.answers.parts import Parts, ReadingParser
 from stemma.server.answers.scanning import Markers, Reading, Scanner, Tell
@@ -43,6 +44,18 @@ class ThinkingFormat:
         before = "" if self.may_return else "\n"
         forced = tuple(encode(f"{before}{self.closer}{self.behind}"))
         return ThinkingTokens(tuple(encode(self.opener)), end_ids[0], forced, is_open, self.may_return)
+
+    def before_grammar(self, token_ids: Mapping[str, int], *, is_open: bool, is_call: bool) -> str:
+        """Return a grammar in Lark of the thinking, if any, and then ``@answer``, which is a call or text."""
+        lark = Lark(token_ids)
+        thought = lark.text_up_to(self.closer)
+        if not self.may_return:
+            thought += " " + lark.rule(r"/\s{0,4}/")
+        else:
+            thought += " " + lark.literal("<|start|>assistant")
+        begin = thought if is_open else f"({lark.literal(self.opener)} {thought})?"
+        final = "" if is_call or not self.may_return else lark.literal("<|channel|>final<|message|>")
+        return lark.text(f"{begin} {final} @answer")
 
     def is_open_at(self, prompt_end: str) -> bool:
         """Return whether an answer to a prompt that ends so begins inside the thinking."""
