@@ -86,7 +86,7 @@ async def test_a_nonce_of_claude_code_is_no_part_of_the_prompt(
     await claude(client, system="x-anthropic-billing-header: cch=1;\nYou write code.")
     assert prompt_of(engine) == first
 
-    told = [{"role": "system", "content": system("cccc")}, *HELLO]
+    told: list[dict[str, Any]] = [{"role": "system", "content": system("cccc")}, *HELLO]
     await client.post("/v1/chat/completions", json={"messages": told, "max_tokens": 9})
     assert prompt_of(engine) == first, "as a proxy in front translates it"
     told[0]["content"] = "\n".join(part["text"] for part in system("dddd"))

@@ -91,7 +91,7 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
         observers(engine, instruments, None if joiner is None else joiner.written, turns),
     )
 
-    form = answer_format(server.tool_parser, server.reasoning_parser, tokenizer.chat_template)
+    form = answer_format(server.tool_parser, server.reasoning_parser, tokenizer)
     builder = TurnBuilder(settings.requests, access, published)
     state.api = ApiContext(
         engine, settings, intake, builder, runner, instruments.recent, form, TokenTexts(tokenizer)
