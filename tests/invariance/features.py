@@ -28,7 +28,7 @@ from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.engine.sampling.thinking import ThinkingTokens
 from stemma.memory.cache.lease import Lease
 from stemma.model.vision.prompt import PromptImages
-from stemma.server.answers.best_of import keep_best
+from stemma.server.answers.logprobs import keep_best
 from stemma.server.observe.collected import CollectedSequence
 from stemma.types import FinishReason, Retention, RetentionHint, RetentionRange, TokenArray, as_tokens
 from tests.vision_checkpoints import picture

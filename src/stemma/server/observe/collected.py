@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,3 +96,37 @@ class TurnObserver:
 
     def ended(self, so_far: Collected, outcome: str) -> None:
         """It is over: ``ok``, ``error``, ``refused`` or ``aborted``. Called exactly once."""
+
+
+class Observers(TurnObserver):
+    """Those of one turn, in their order, as one."""
+
+    def __init__(self, observers: Iterable[TurnObserver | None]) -> None:
+        """None: one that has nothing to see there."""
+        self._all = [one for one in observers if one is not None]
+        kinds = ("began", "spoke", "finished", "ended")
+        plain = {kind: getattr(TurnObserver, kind) for kind in kinds}
+        self._of = {
+            kind: [one for one in self._all if getattr(type(one), kind) is not plain[kind]] for kind in kinds
+        }
+        """Who looks at what."""
+
+    def began(self, so_far: Collected) -> None:
+        """Tell each."""
+        for one in self._of["began"]:
+            one.began(so_far)
+
+    def spoke(self, so_far: Collected) -> None:
+        """Tell each."""
+        for one in self._of["spoke"]:
+            one.spoke(so_far)
+
+    async def finished(self, so_far: Collected) -> None:
+        """Tell each."""
+        for one in self._of["finished"]:
+            await one.finished(so_far)
+
+    def ended(self, so_far: Collected, outcome: str) -> None:
+        """Tell each."""
+        for one in self._of["ended"]:
+            one.ended(so_far, outcome)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from stemma.engine.client import EngineClient
 from stemma.server.history.answers import WrittenAnswers
-from stemma.server.history.concluding import Concluder
-from stemma.server.history.following import AnswerKeeper
+from stemma.server.history.following import AnswerKeeper, Concluder
 from stemma.server.history.preparing import TurnPreparer
 from stemma.server.observe.collected import TurnObserver
 from stemma.server.observe.explanations import PartingNote

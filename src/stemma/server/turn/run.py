@@ -28,7 +28,7 @@ from stemma.errors import (
 from stemma.server.access import tenant_of
 from stemma.server.admission.ledger import Admission, Reserved
 from stemma.server.lifecycle import Lifecycle
-from stemma.server.observe.collected import Collected, TurnObserver
+from stemma.server.observe.collected import Collected, Observers
 from stemma.server.observe.metrics import ServerMetrics
 from stemma.server.tenants.quotas import CacheQuotas
 from stemma.server.transport.incoming import unless_disconnected, until_disconnected
@@ -122,7 +122,7 @@ class TurnRunner:
         if self.lifecycle.draining:
             raise ShuttingDown("the server is shutting down")
         request, engine = turn.request, self.engine
-        observers = [one for observe in self.observers if (one := observe(turn)) is not None]
+        observers = Observers(observe(turn) for observe in self.observers)
         reports = self.reports.of(turn)
         outcome = "aborted"
         stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
@@ -133,8 +133,7 @@ class TurnRunner:
                 await self._take(output, answer, reports, observers)
                 if output.finished:
                     outcome = "ok"
-                    for one in observers:
-                        await one.finished(answer)
+                    await observers.finished(answer)
                 yield index, output
         except (InvalidRequest, Overloaded, ShuttingDown):
             outcome = "refused"
@@ -145,8 +144,7 @@ class TurnRunner:
         finally:
             if not answer.is_finished:
                 answer.num_held_tokens = engine.num_held_tokens(request.request_id)
-            for one in observers:
-                one.ended(answer, outcome)
+            observers.ended(answer, outcome)
             await _close(outputs)
             await _close(stream)
             if outcome == "aborted":
@@ -157,7 +155,7 @@ class TurnRunner:
         output: RequestOutput,
         answer: Collected,
         reports: TurnReports,
-        observers: Sequence[TurnObserver],
+        observers: Observers,
     ) -> None:
         """Add an output to `answer`, and tell who watches. Raises the output's error."""
         has_begun, has_spoken = reports.has_begun, answer.num_generated_tokens > 0
@@ -165,11 +163,9 @@ class TurnRunner:
             answer.exact, answer.cache = await reports.take(output.cache)
         answer.take(output)
         if not has_begun:
-            for one in observers:
-                one.began(answer)
+            observers.began(answer)
         if not has_spoken and answer.num_generated_tokens:
-            for one in observers:
-                one.spoke(answer)
+            observers.spoke(answer)
         output.raise_error()
 
     def _limited(self, stream: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
