@@ -93,6 +93,19 @@ def _pi(place: Place) -> dict[str, Any]:
     return {".pi/agent/models.json": {"providers": {"stemma": provider}}}
 
 
+def _cline(place: Place) -> dict[str, Any]:
+    settings = {
+        "provider": "openai-compatible",
+        "apiKey": "none",
+        "model": place.model,
+        "baseUrl": f"{place.url}/v1",
+    }
+    provider = {"settings": settings, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
+    providers = {"openai-compatible": provider}
+    chosen = {"version": 1, "lastUsedProvider": "openai-compatible", "modes": {}, "providers": providers}
+    return {".cline/data/settings/providers.json": chosen}
+
+
 def _openclaw(place: Place) -> dict[str, Any]:
     model = {
         "id": place.model,
@@ -192,8 +205,8 @@ AGENTS = {
     "cline": Agent(
         "cline",
         "node_modules/.bin/cline",
-        lambda place, prompt: ["-P", "openai-compatible", "-k", "none", "-m", place.model, prompt],
-        _openai,
+        lambda place, prompt: ["-P", "openai-compatible", "-m", place.model, prompt],
+        files=_cline,
     ),
     "openclaw": Agent(
         "openclaw",
