@@ -101,7 +101,7 @@ async def test_the_input_of_a_response(live_url: str) -> None:
         ("DELETE", "/v1/conversations/conv_x", None, 404),
         ("GET", "/v1/conversations/conv_x/items", None, 404),
         ("POST", "/v1/conversations/conv_x/items", {"items": [{"role": "user", "content": "x"}]}, 404),
-        ("POST", "/v1/conversations", {"items": [{"type": "computer_call"}]}, 400),
+        ("POST", "/v1/conversations", {"items": [{"type": "item_reference"}]}, 400),
         ("POST", "/v1/conversations", {"items": [{"role": "user", "content": 7}]}, 400),
         ("POST", "/v1/responses", {"input": "x", "conversation": "conv_x"}, 400),
         ("GET", "/v1/responses/resp_x/input_items", None, 404),

@@ -166,7 +166,7 @@ def test_items_of_one_answer_become_one_message() -> None:
     ]
     messages = chat_messages(items)
 
-    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
+    assert [message["role"] for message in messages] == ["developer", "user", "assistant", "tool"]
     assert messages[2]["reasoning_content"] == "hm"
     assert messages[2]["content"] == "I add."
     assert [call["id"] for call in messages[2]["tool_calls"]] == ["c1", "c2"]
@@ -182,10 +182,11 @@ def test_items_of_one_answer_become_one_message() -> None:
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "conversation": "c"}, "conversation"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"input": "x", "tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"input": "x", "tools": [{"type": "custom", "name": "f", "format": 1}]}, "tools[0].format"),
         ({"input": "x", "tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"input": "x", "text": {"format": {"type": "poem"}}}, "text.format"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),

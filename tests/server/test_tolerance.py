@@ -36,7 +36,7 @@ async def counted(client: httpx.AsyncClient, field: str) -> float:
         ("/v1/responses", {"text": {"verbosity": "high"}}, "text.verbosity"),
         ("/v1/responses", {"max_tool_calls": 3}, "max_tool_calls"),
         ("/v1/responses", {"context_management": [{"type": "compaction"}]}, "context_management"),
-        ("/v1/responses", {"reasoning": {"effort": "low"}}, "reasoning_effort"),
+        ("/v1/responses", {"reasoning": {"effort": "high"}}, "reasoning_effort"),
         (
             "/v1/responses",
             {"include": ["message.output_text.logprobs"]},

@@ -357,6 +357,9 @@ class ServerSettings(SettingsModel):
     """Tokens that `prepare_turns` computes after one answer, at most."""
     prepare_tokens_per_minute: int = Field(default=30_000, ge=1)
     """Tokens that it computes in a minute, at most."""
+    strip_client_nonces: bool = True
+    """Leave out of prompts what clients put there for their vendor alone, and what differs in each session:
+    Claude Code's ``x-anthropic-billing-header``. Else two sessions share nothing."""
     trust_request_chat_template: bool = False
     """Render chat templates sent in requests, in a separate process."""
     tool_parser: str = "auto"

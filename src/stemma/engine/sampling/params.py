@@ -76,6 +76,8 @@ class SamplingParams:
     """The only ids that may be drawn; empty: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that may not appear in the output."""
+    max_thinking_tokens: int | None = None
+    """Tokens of thinking behind which its end is forced; None: no limit."""
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest naming the first field out of range."""

@@ -1,10 +1,11 @@
-"""Counts of hints that requests gave and this server doesn't act on, by field, for `/metrics`.
+"""Counts of what requests gave and this server left out, for `/metrics`; each is logged once.
 
-Field names are those of the request models alone (`RequestModel.hints`), so there are few.
+Names are those of the request models' tables alone (`RequestModel.hints`, `Kinds`), so there are few.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
 
@@ -20,6 +22,9 @@ def count_hint(field: str) -> None:
     """Count a request that gave `field`."""
     with _lock:
         _counts[field] += 1
+        is_first = _counts[field] == 1
+    if is_first:
+        logger.warning("%s of a request has no effect here (logged once, counted in /metrics)", field)
 
 
 class IgnoredHints(Collector):

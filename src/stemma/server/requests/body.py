@@ -16,7 +16,7 @@ from stemma.server.observe.ignored_hints import count_hint
 from stemma.server.requests.chunks import limited_chunks
 from stemma.server.requests.intake import intake_of
 from stemma.server.requests.json_input import parse_json
-from stemma.server.schemas.base import RequestModel
+from stemma.server.schemas.base import Kinds, RequestModel, objects_at
 from stemma.server.schemas.bounds import MAX_FIELDS, MAX_JSON_VALUES
 
 M = TypeVar("M", bound=BaseModel)
@@ -113,9 +113,28 @@ def _review(model: type[RequestModel], body: dict[str, Any], prefix: str = "") -
     for name in model.hints & body.keys():
         if body[name] is not None:
             count_hint(prefix + name)
+    for place, kinds in model.kinds.items():
+        _review_kinds(kinds, body, place)
     for name, inner in model.nested.items():
         if isinstance(body.get(name), dict):
             _review(inner, body[name], f"{prefix}{name}.")
+
+
+def _review_kinds(kinds: Kinds, body: dict[str, Any], place: str) -> None:
+    """Count what is skipped, each kind once; raise InvalidRequest for what is refused."""
+    skipped = set()
+    for where, one in objects_at(body, place):
+        treatment = kinds.treatment(one)
+        if treatment == "refused":
+            shown = str(one.get("type"))[:_MAX_FIELD_CHARS]
+            raise InvalidRequest(
+                f"{where}: {kinds.noun} of type {shown!r} are not supported", param=f"{where}.type"
+            )
+        if treatment == "skipped":
+            kind = kinds.kind(one)
+            skipped.add(kind if kind in kinds.skipped else "other")
+    for kind in skipped:
+        count_hint(f"{place}.{kind}")
 
 
 def _refuse(model: type[RequestModel], body: dict[str, Any], prefix: str) -> None:

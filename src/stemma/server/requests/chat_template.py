@@ -21,6 +21,7 @@ from stemma.server.history.joining import History, HistoryJoiner
 from stemma.server.observe.ignored_hints import count_hint
 from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.intake import Intake
+from stemma.server.requests.thinking import EFFORT_TOKENS, VARIABLES, thinking_of
 from stemma.server.requests.tokenizing import tokenize, tokenized
 from stemma.server.schemas.bounds import (
     MAX_TEMPLATE_KWARGS,
@@ -82,9 +83,12 @@ def template_arguments(intake: Intake, body: ChatRequest) -> dict[str, Any]:
             raise InvalidRequest(f"{where} must be short plain values", param="chat_template_kwargs")
         if name in known:
             arguments[name] = value
-    if body.reasoning_effort is not None and "reasoning_effort" in known:
-        arguments["reasoning_effort"] = body.reasoning_effort
-    elif body.reasoning_effort is not None:
+    wish = thinking_of(body)
+    if wish.wanted is not None:
+        arguments = {name: wish.wanted for name in VARIABLES if name in known} | arguments
+    if wish.effort is not None and "reasoning_effort" in known:
+        arguments.setdefault("reasoning_effort", wish.effort)
+    elif wish.effort is not None and wish.max_tokens is None and wish.effort not in EFFORT_TOKENS:
         count_hint("reasoning_effort")
     return arguments
 

@@ -19,6 +19,7 @@ from stemma.server.requests.images import RequestImages
 from stemma.server.requests.known_texts import KnownTexts
 from stemma.server.requests.limits import largest_n
 from stemma.server.requests.template_process import TemplateProcess
+from stemma.server.requests.template_rules import TemplateRules
 from stemma.workers import WorkerThreads
 
 T = TypeVar("T")
@@ -70,6 +71,7 @@ class Intake:
             self.images = RequestImages(
                 engine.images, settings.engine.images, admission.images, self._tokenizers, self._limit_s
             )
+        self.template_rules = TemplateRules.of(engine.tokenizer, sees=self.images is not None)
         self._parser = WorkerThreads(1, "stemma-parser", engine.supervisor)
 
     async def tokenize_in_thread(self, work: Callable[[], T]) -> T:

@@ -20,7 +20,7 @@ _SLICE_BYTES = 1 << 20
 
 def parse_json(data: bytes, what: str = "the body", *, max_values: int = MAX_JSON_VALUES) -> Any:
     """Return the parsed value; raise InvalidRequest if it is no JSON, or too large or deep to be built."""
-    _check_counts(data, what, max_values)
+    check_counts(data, what, max_values)
     try:
         parsed = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -46,7 +46,8 @@ def depth_exceeds(value: Any, limit: int) -> bool:
     return True
 
 
-def _check_counts(data: bytes, what: str, max_values: int) -> None:
+def check_counts(data: bytes, what: str, max_values: int = MAX_JSON_VALUES) -> None:
+    """Raise InvalidRequest if the JSON in `data` is too large to be built."""
     num_containers = data.count(b"[") + data.count(b"{")
     num_values = num_containers + data.count(b",") + data.count(b":")
     if num_containers > MAX_JSON_CONTAINERS or num_values > max_values:

@@ -19,6 +19,7 @@ from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.intake import MAX_CHARS_PER_TOKEN, Intake
 from stemma.server.requests.limits import fit_prompt
 from stemma.server.requests.template_messages import template_messages
+from stemma.server.requests.template_rules import TemplateRules
 from stemma.server.requests.tokenizing import tokenized
 from stemma.server.schemas.bounds import MAX_INT32, MAX_PROMPTS
 from stemma.server.schemas.openai import ChatRequest, OpenAIRequest
@@ -151,7 +152,8 @@ async def chat_prompt(
 
     `salt`: as `tokenized` has it.
     """
-    messages, sources = template_messages(body.messages, sees=intake.images is not None)
+    rules = intake.template_rules if body.chat_template is None else TemplateRules()
+    messages, sources = template_messages(body.messages, sees=intake.images is not None, rules=rules)
     tools = body.tools if body.tool_choice != "none" else None
     check_length(intake, num_chars([messages, tools]), "messages")
     conversation = Conversation(

@@ -12,6 +12,7 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.server.requests.intake import Intake
 from stemma.server.requests.structured import requested_grammar, structured_grammar, tgi_grammar
+from stemma.server.requests.thinking import thinking_budget
 from stemma.server.schemas.bounds import MAX_SEED, MAX_STOP_CHARS_TOTAL, MIN_TEMPERATURE
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest, OpenAIRequest
 from stemma.server.schemas.tgi import TGIParameters, VLLMGenerateRequest
@@ -30,7 +31,9 @@ def chat_sampling(intake: Intake, body: ChatRequest) -> SamplingParams:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs can't be streamed", param="prompt_logprobs")
-    return _sampling(intake, body, requested_grammar(body), limit, logprobs, body.prompt_logprobs)
+    params = _sampling(intake, body, requested_grammar(body), limit, logprobs, body.prompt_logprobs)
+    knows = "reasoning_effort" in intake.engine.tokenizer.template_variables
+    return replace(params, max_thinking_tokens=thinking_budget(body, template_knows_effort=knows))
 
 
 def completion_sampling(intake: Intake, body: CompletionRequest) -> SamplingParams:

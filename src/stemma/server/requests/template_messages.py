@@ -8,44 +8,72 @@ from typing import Any
 from stemma.engine.core.validation import NO_IMAGES
 from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import ImageSource, image_part, in_parts, name_of, text_part
-from stemma.server.requests.json_input import parse_json
+from stemma.server.requests.call_arguments import arguments_text, call_arguments
+from stemma.server.requests.template_roles import in_roles
+from stemma.server.requests.template_rules import REASONING_FIELDS, TemplateRules
 from stemma.server.schemas.openai import Message
 
-_TEXTS = ("text", "input_text")
+_TEXTS = ("text", "input_text", "output_text")
+_DETAILS = "reasoning_details"
 
 
 def template_messages(
-    messages: Sequence[Message], *, sees: bool
+    messages: Sequence[Message], *, sees: bool, rules: TemplateRules
 ) -> tuple[list[dict[str, Any]], list[ImageSource]]:
-    """Return messages as templates expect them, and their images in order.
+    """Return messages as a template with `rules` takes them, and their images in order.
 
-    Content is one string, or a list of parts for models that read images (`sees`); tool arguments are an
-    object. Raises InvalidRequest naming the message.
+    Content is one string, or a list of parts for models that read images (`sees`). Raises InvalidRequest
+    naming the message.
     """
     images: list[ImageSource] = []
+    names: dict[str, str] = {}
     found = []
     for number, message in enumerate(messages):
-        rendered = _rendered(message, number)
+        rendered = _rendered(message, number, rules, names)
         where = f"messages[{number}].content"
         if isinstance(message.content, list):
             rendered["content"] = _content(message.content, where, number, images if sees else None)
-        found.append(in_parts(rendered) if sees else rendered)
-    return found, images
+        found.append(rendered)
+    found = in_roles(found, rules)
+    return [in_parts(one) if sees else one for one in found], images
 
 
-def _rendered(message: Message, number: int) -> dict[str, Any]:
+def _rendered(message: Message, number: int, rules: TemplateRules, names: dict[str, str]) -> dict[str, Any]:
+    """Return a message but for a list of parts. `names`: of the calls so far, by their ids."""
     rendered = message.model_dump(exclude_none=True, exclude={"content"})
     where = f"messages[{number}]"
+    _take_reasoning(rendered, rules.reasoning)
     if isinstance(message.content, str):
         rendered["content"] = message.content
     elif message.content is None and message.refusal is not None:
         rendered["content"] = message.refusal
-    elif message.content is None and not message.tool_calls:
+    elif message.content is None and message.role in ("assistant", "tool"):
+        rendered["content"] = ""
+    elif message.content is None:
         raise InvalidRequest(f"{where} has no content", param=f"{where}.content")
     if message.tool_calls:
-        rendered["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in message.tool_calls]
-        rendered.setdefault("content", "")
+        rendered["tool_calls"] = [
+            _tool_call(call, f"{where}.tool_calls", rules) for call in message.tool_calls
+        ]
+        names |= {str(call.get("id")): call["function"].get("name", "") for call in rendered["tool_calls"]}
+    if message.role == "tool" and (name := names.get(str(rendered.get("tool_call_id")))):
+        rendered.setdefault("name", name)
     return rendered
+
+
+def _take_reasoning(rendered: dict[str, Any], field: str) -> None:
+    """Leave the reasoning of an earlier answer where the template reads it, under whichever name it came."""
+    given = [rendered.pop(name, None) for name in (*REASONING_FIELDS, _DETAILS)]
+    texts = [one if isinstance(one, str) else _detailed(one) for one in given]
+    if text := next((text for text in texts if text), ""):
+        rendered[field] = text
+
+
+def _detailed(details: Any) -> str:
+    """Return the text in OpenRouter's list of a reasoning's parts."""
+    parts = [part for part in details if isinstance(part, dict)] if isinstance(details, list) else []
+    texts = [part.get("text") or part.get("summary") for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _content(
@@ -77,12 +105,12 @@ def _text(part: dict[str, Any], where: str) -> str:
     return text
 
 
-def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+def _tool_call(call: dict[str, Any], where: str, rules: TemplateRules) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict):
         raise InvalidRequest(f"{where}: each needs a function object", param=where)
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    parsed = parse_json((arguments or "{}").encode(), f"{where}: arguments")
-    return {**call, "function": {**function, "arguments": parsed}}
+    given = function.get("arguments")
+    arguments = given if isinstance(given, dict) else call_arguments(given if isinstance(given, str) else "")
+    if rules.argument_objects:
+        return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": arguments_text(given, arguments)}}

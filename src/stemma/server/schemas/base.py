@@ -1,12 +1,61 @@
-"""Base of the request models of all APIs."""
+"""Base of the request models of all APIs, and the tables of what is spoken, skipped or refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
+
+_DATED = re.compile(r"_(\d{8}|\d{4}_\d{2}_\d{2})$")
+"""The version in the name of a kind: ``web_search_20250305``, ``web_search_preview_2025_03_11``."""
+
+
+def undated(kind: str) -> str:
+    """Return the name of a kind without the date of its version."""
+    return _DATED.sub("", kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What is done with objects that name their kind in ``type``: tools, blocks, items. Dates don't count.
+
+    Spoken: it becomes part of the prompt. Skipped: left out, counted, logged once. Refused: 400 by name.
+    """
+
+    noun: str
+    spoken: frozenset[str]
+    skipped: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
+    default: str = ""
+    """The kind of an object that names none."""
+    others: Literal["skipped", "refused"] = "refused"
+    """What is done with kinds that are in no set."""
+    or_with: str = ""
+    """An object of such a kind is spoken all the same if it has a string of this name."""
+
+    def kind(self, given: Mapping[str, Any]) -> str:
+        """Return the kind of an object, without a date."""
+        named = given.get("type")
+        return self.default if named is None else undated(str(named))
+
+    def speaks(self, given: Any) -> bool:
+        """Whether an object is part of the prompt."""
+        return isinstance(given, Mapping) and self.treatment(given) == "spoken"
+
+    def treatment(self, given: Mapping[str, Any]) -> Literal["spoken", "skipped", "refused"]:
+        """Return what is done with an object."""
+        kind = self.kind(given)
+        if kind in self.spoken:
+            return "spoken"
+        if kind in self.skipped:
+            return "skipped"
+        if kind in self.refused:
+            return "refused"
+        return "spoken" if self.or_with and isinstance(given.get(self.or_with), str) else self.others
 
 
 class RequestModel(BaseModel):
@@ -21,8 +70,10 @@ class RequestModel(BaseModel):
     harmless: ClassVar[frozenset[str]] = frozenset()
     """Fields that never change the answer: ignored without a word."""
     hints: ClassVar[frozenset[str]] = frozenset()
-    """Wishes about style or effort that this server doesn't act on and that can't make an answer wrong:
-    accepted, and counted where they are given (`ignored_hints.py`)."""
+    """Wishes that this server doesn't act on and that can't make an answer wrong: accepted, counted where
+    they are given, logged once (`ignored_hints.py`)."""
+    kinds: ClassVar[Mapping[str, Kinds]] = {}
+    """Tables of the objects in lists, by the lists' place: ``messages.content`` are those of all messages."""
 
     @classmethod
     @cache
@@ -30,3 +81,18 @@ class RequestModel(BaseModel):
         """Return the names of all fields that aren't news to us."""
         fields = (field.alias or name for name, field in cls.model_fields.items())
         return frozenset(fields) | frozenset(cls.refused) | cls.harmless | cls.hints
+
+
+def objects_at(value: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the objects in the lists at `place` of a body, each with its path: ``messages[0].content[1]``."""
+    found: list[tuple[str, Any]] = [("", value)]
+    for name in place.split("."):
+        found = [
+            (f"{path}.{name}[{number}]" if path else f"{name}[{number}]", one)
+            for path, each in found
+            if isinstance(each, Mapping) and isinstance(each.get(name), list)
+            for number, one in enumerate(each[name])
+        ]
+    for path, one in found:
+        if isinstance(one, Mapping):
+            yield path, one

@@ -56,6 +56,8 @@ Int32 = Annotated[int, Field(ge=-MAX_INT32 - 1, le=MAX_INT32)]
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
 """A number of tokens that may be 0."""
 PositiveCount = Annotated[int, Field(ge=1, le=MAX_INT32)]
+ThinkingBudget = Annotated[int, Field(ge=-1, le=MAX_INT32)]
+"""A number of tokens; -1: no limit."""
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 TopK = Annotated[int, Field(ge=-1, le=MAX_INT32)]
 Seed = Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from stemma.server.schemas.base import RequestModel
+from stemma.server.schemas.base import Kinds, RequestModel, undated
 from stemma.server.schemas.bounds import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -23,6 +23,66 @@ from stemma.server.schemas.bounds import (
 )
 from stemma.server.schemas.shared import ContinuedRequest, KeptRequest
 
+BLOCKS = Kinds(
+    "blocks",
+    spoken=frozenset(
+        {
+            "text",
+            "image",
+            "tool_use",
+            "tool_result",
+            "thinking",
+            "document",
+            "search_result",
+            "tool_reference",
+            "compaction",
+        }
+    ),
+    skipped=frozenset(
+        {
+            "redacted_thinking",
+            "server_tool_use",
+            "web_search_tool_result",
+            "web_fetch_tool_result",
+            "code_execution_tool_result",
+            "bash_code_execution_tool_result",
+            "text_editor_code_execution_tool_result",
+            "tool_search_tool_result",
+            "advisor_tool_result",
+            "mcp_tool_use",
+            "mcp_tool_result",
+            "mcp_tool_listing",
+            "tool_addition",
+            "tool_removal",
+            "fallback",
+        }
+    ),
+    refused=frozenset({"container_upload"}),
+    or_with="text",
+)
+"""Content blocks. Skipped are those that tell of what Anthropic's own servers did."""
+TOOLS = Kinds(
+    "tools",
+    spoken=frozenset({"custom", "bash", "text_editor", "memory"}),
+    skipped=frozenset(
+        {
+            "web_search",
+            "web_fetch",
+            "code_execution",
+            "tool_search_tool_bm25",
+            "tool_search_tool_regex",
+            "advisor",
+            "mcp_toolset",
+            "computer",
+            "computer_toolset",
+            "browser_toolset",
+        }
+    ),
+    default="custom",
+    others="skipped",
+)
+"""Tools. Skipped are those that Anthropic's servers run, and those that a model sees a screen for."""
+
 
 class Turn(RequestModel):
     """One turn of the conversation."""
@@ -34,9 +94,11 @@ class Turn(RequestModel):
 class Thinking(RequestModel):
     """Whether the model thinks before it answers."""
 
+    harmless: ClassVar[frozenset[str]] = frozenset({"display"})
+
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: PositiveCount | None = None
-    """Accepted without effect: `max_tokens` bounds thinking and answer together."""
+    """Tokens of thinking behind which its end is forced; `max_tokens` bounds thinking and answer together."""
 
 
 class ToolChoice(RequestModel):
@@ -50,18 +112,25 @@ class ToolChoice(RequestModel):
 class CacheControl(RequestModel):
     """A mark: keep what the prompt holds up to here."""
 
+    harmless: ClassVar[frozenset[str]] = frozenset({"scope"})
+
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
 
 class ClaudeTool(RequestModel):
-    """A tool that the client runs."""
+    """A tool. One of the client's own has a name and a schema; the kinds of others are in `TOOLS`."""
 
-    type: Literal["custom"] = "custom"
-    name: Name
+    type: Name | None = None
+    name: Name | None = None
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     cache_control: CacheControl | None = None
+
+    @property
+    def kind(self) -> str:
+        """Its kind, without a date."""
+        return undated(self.type or TOOLS.default)
 
 
 class CountTokensRequest(RequestModel):
@@ -69,9 +138,6 @@ class CountTokensRequest(RequestModel):
 
     nested: ClassVar[Mapping[str, type[RequestModel]]] = {"thinking": Thinking, "tool_choice": ToolChoice}
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "mcp_servers": ([],),
-        "container": (),
-        "context_management": (),
         # vLLM's
         "ec_transfer_params": (),
         "kv_transfer_params": (),
@@ -80,10 +146,21 @@ class CountTokensRequest(RequestModel):
         "vllm_xargs": ({},),
         "watermarking": (False,),
     }
+    kinds: ClassVar[Mapping[str, Kinds]] = {
+        "tools": TOOLS,
+        "system": BLOCKS,
+        "messages.content": BLOCKS,
+        "messages.content.content": BLOCKS,
+    }
+    hints: ClassVar[frozenset[str]] = frozenset(
+        {"compaction", "container", "context_management", "fallbacks", "mcp_servers", "thread"}
+    )
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
             "betas",
+            "billing_policy",
             "diagnostics",
+            "fallback_credit_token",
             "inference_geo",
             "service_tier",
             "speed",
@@ -102,6 +179,8 @@ class CountTokensRequest(RequestModel):
     """A mark at the end of the prompt."""
     output_config: dict[str, Any] | None = None
     """``format``: a JSON schema that the answer follows; ``effort`` for templates that know it."""
+    context_management: dict[str, Any] | None = None
+    """Without effect but that the answer says so: the client's context is never edited here."""
     chat_template_kwargs: TemplateKwargs | None = None
     """Beyond Anthropic, as in the chat API; `thinking` decides `enable_thinking`."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from stemma.server.schemas.base import RequestModel
+from stemma.server.schemas.base import Kinds, RequestModel
 from stemma.server.schemas.bounds import (
     MAX_KEPT,
     MAX_MESSAGES,
@@ -22,6 +22,7 @@ from stemma.server.schemas.bounds import (
     Priority,
     Role,
     TemplateKwargs,
+    ThinkingBudget,
     Tools,
     Ttl,
 )
@@ -46,7 +47,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mm_payload": (),
     "return_mm_kwargs": (False,),
     "ec_transfer_params": (),
-    "thinking_token_budget": (),
     "vllm_xargs": ({},),
     "watermarking": (False,),
     # SGLang's
@@ -185,15 +185,93 @@ class Message(RequestModel):
     tool_calls: Tools | None = None
 
 
-class ChatRequest(OpenAIRequest, ContinuedRequest):
+class ThinkingWish(RequestModel):
+    """``thinking`` of a chat, as Anthropic, DeepSeek and GLM have it."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"clear_thinking", "display"})
+
+    type: Literal["enabled", "disabled", "adaptive"] | None = None
+    budget_tokens: ThinkingBudget | None = None
+
+
+class ReasoningWish(RequestModel):
+    """``reasoning`` of a chat, as OpenRouter has it."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"summary"})
+
+    effort: Name | None = None
+    max_tokens: ThinkingBudget | None = None
+    enabled: bool | None = None
+    exclude: bool = False
+    """Leave the reasoning out of the answer."""
+
+
+class ThinkingRequest(RequestModel):
+    """Whether a model thinks, and how long: the names that servers and vendors have for it."""
+
+    enable_thinking: bool | None = None
+    """For templates that know it, under whichever name."""
+    thinking: bool | ThinkingWish | None = None
+    reasoning: ReasoningWish | None = None
+    reasoning_effort: Name | None = None
+    """``none``: don't think. Other words go to a chat template that knows them, or become a budget."""
+    thinking_token_budget: ThinkingBudget | None = None
+    """Tokens of thinking behind which its end is forced, in vLLM's words."""
+    max_reasoning_tokens: ThinkingBudget | None = None
+    thinking_budget_tokens: ThinkingBudget | None = None
+    """llama.cpp's."""
+    reasoning_budget: ThinkingBudget | None = None
+    """llama.cpp's other one."""
+    thinking_budget: ThinkingBudget | None = None
+    """Qwen's."""
+
+
+_TOOLS = Kinds(
+    "tools",
+    spoken=frozenset({"function"}),
+    skipped=frozenset(
+        {
+            "web_search",
+            "web_search_preview",
+            "browser_search",
+            "code_interpreter",
+            "code_execution",
+            "file_search",
+            "retrieval",
+            "image_generation",
+            "mcp",
+        }
+    ),
+    default="function",
+)
+"""Tools. Skipped are those that a vendor's servers run."""
+
+
+def _plain_choice(choice: Any) -> Any:
+    """Return ``{"type": "auto"}`` and the like as the word alone."""
+    if isinstance(choice, dict) and choice.get("type") in ("none", "auto", "required", "any"):
+        return "required" if choice["type"] == "any" else choice["type"]
+    return choice
+
+
+def _spoken_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    return [tool for tool in tools or () if _TOOLS.speaks(tool)] or None
+
+
+class ChatRequest(OpenAIRequest, ContinuedRequest, ThinkingRequest):
     """Body of ``POST /v1/chat/completions``."""
 
+    kinds: ClassVar[Mapping[str, Kinds]] = {"tools": _TOOLS}
+    nested: ClassVar[Mapping[str, type[RequestModel]]] = {
+        **OpenAIRequest.nested,
+        "thinking": ThinkingWish,
+        "reasoning": ReasoningWish,
+    }
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_UNSUPPORTED,
         "moderation": (),
         "functions": ([],),
         "function_call": ("none",),
-        "reasoning": (),
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),
@@ -211,16 +289,16 @@ class ChatRequest(OpenAIRequest, ContinuedRequest):
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tools: Annotated[Tools | None, AfterValidator(_spoken_tools)] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | dict[str, Any] | None, BeforeValidator(_plain_choice)
+    ] = None
     parallel_tool_calls: bool = True
     """Whether an answer may hold more than one call."""
     include_reasoning: bool = True
     """Whether the reasoning is part of the answer."""
     separate_reasoning: bool = True
     """Whether the reasoning is split from the content, where the model reasons."""
-    reasoning_effort: Name | None = None
-    """Passed to a chat template that knows it; for others a hint without effect."""
     chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
     """Instead of the checkpoint's; only with `--trust-request-chat-template`."""
     chat_template_kwargs: TemplateKwargs | None = None

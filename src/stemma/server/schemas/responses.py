@@ -7,13 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from stemma.server.schemas.base import RequestModel
+from stemma.server.schemas.base import Kinds, RequestModel
 from stemma.server.schemas.bounds import (
     MAX_MESSAGES,
     MAX_NAME_CHARS,
     Name,
     PositiveCount,
     TemplateKwargs,
+    ThinkingBudget,
     Tools,
 )
 from stemma.server.schemas.shared import ContinuedRequest, KeptRequest, SampledRequest
@@ -28,6 +29,75 @@ Metadata = Annotated[
     ],
     Field(max_length=MAX_METADATA),
 ]
+ITEMS = Kinds(
+    "items",
+    spoken=frozenset(
+        {
+            "message",
+            "reasoning",
+            "function_call",
+            "function_call_output",
+            "custom_tool_call",
+            "custom_tool_call_output",
+            "local_shell_call",
+            "local_shell_call_output",
+            "shell_call",
+            "shell_call_output",
+            "apply_patch_call",
+            "apply_patch_call_output",
+            "agent_message",
+            "additional_tools",
+        }
+    ),
+    skipped=frozenset(
+        {
+            "web_search_call",
+            "file_search_call",
+            "code_interpreter_call",
+            "computer_call",
+            "computer_call_output",
+            "image_generation_call",
+            "mcp_list_tools",
+            "mcp_approval_request",
+            "mcp_approval_response",
+            "mcp_call",
+            "tool_search_call",
+            "tool_search_output",
+            "compaction",
+            "compaction_trigger",
+            "context_compaction",
+            "ghost_snapshot",
+            "configuration_update",
+            "program",
+            "program_output",
+        }
+    ),
+    refused=frozenset({"item_reference"}),
+    default="message",
+    others="skipped",
+)
+"""Items of a conversation. Skipped are those that tell of what OpenAI's own servers did."""
+TOOLS = Kinds(
+    "tools",
+    spoken=frozenset({"function", "custom", "namespace", "local_shell", "shell", "apply_patch"}),
+    skipped=frozenset(
+        {
+            "web_search",
+            "web_search_preview",
+            "file_search",
+            "code_interpreter",
+            "computer",
+            "computer_use",
+            "computer_use_preview",
+            "image_generation",
+            "mcp",
+            "tool_search",
+            "programmatic_tool_calling",
+        }
+    ),
+    others="skipped",
+)
+"""Tools. Skipped are those that OpenAI's servers run."""
 Items = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -43,10 +113,12 @@ class TextOptions(RequestModel):
 class ReasoningOptions(RequestModel):
     """How much the model thinks before it answers."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
+    harmless: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
 
     effort: Name | None = None
-    """``none`` turns thinking off; other words go to a chat template that knows them."""
+    """``none`` turns thinking off; other words go to a chat template that knows them, or become a budget."""
+    max_tokens: ThinkingBudget | None = None
+    """Tokens of thinking behind which its end is forced. OpenRouter's."""
 
 
 class ConversationName(RequestModel):
@@ -58,12 +130,16 @@ class ConversationName(RequestModel):
 class ConversationRequest(RequestModel):
     """Body of ``POST /v1/conversations`` and of its updates."""
 
+    kinds: ClassVar[Mapping[str, Kinds]] = {"items": ITEMS}
+
     items: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     metadata: Metadata | None = None
 
 
 class ConversationItems(RequestModel):
     """Body of ``POST /v1/conversations/{id}/items``."""
+
+    kinds: ClassVar[Mapping[str, Kinds]] = {"items": ITEMS}
 
     items: Items
 
@@ -90,6 +166,12 @@ class ResponsesRequest(SampledRequest, KeptRequest, ContinuedRequest):
         "return_mm_kwargs": (False,),
         "vllm_xargs": ({},),
         "watermarking": (False,),
+    }
+    kinds: ClassVar[Mapping[str, Kinds]] = {
+        "input": ITEMS,
+        "input.tools": TOOLS,
+        "tools": TOOLS,
+        "tools.tools": TOOLS,
     }
     hints: ClassVar[frozenset[str]] = frozenset({"context_management", "max_tool_calls"})
     harmless: ClassVar[frozenset[str]] = frozenset(

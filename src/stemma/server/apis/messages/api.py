@@ -43,7 +43,7 @@ async def create_message(request: Request) -> Response:
     body = validate(MessagesRequest, await read_object(request))
     adapter = check_model(context.engine, body.model)
     marks = marks_of(body)
-    chat = validate(ChatRequest, chat_fields(body))
+    chat = validate(ChatRequest, _chat_fields(context, body))
     turn = await chat_turn(context, new_id("msg"), chat, adapter)
     if marks:
         ends = [await _num_marked(context, body, mark, turn) for mark in marks]
@@ -51,7 +51,7 @@ async def create_message(request: Request) -> Response:
         turn = replace(turn, generation=_kept(turn.generation, body, ranges))
     else:
         ranges = ()
-    reply = _Reply(context, turn, ranges)
+    reply = _Reply(context, turn, ranges, {} if body.context_management is None else _UNEDITED)
     if body.stream:
         outputs = await context.runner.start(request, [turn.generation], "messages")
         source = reply.events(outputs)
@@ -67,8 +67,13 @@ async def count_tokens(request: Request) -> Response:
     body = validate(CountTokensRequest, await read_object(request))
     adapter = check_model(context.engine, body.model)
     marks_of(body)
-    prompt = await chat_prompt(context.intake, validate(ChatRequest, chat_fields(body)), adapter)
+    chat = validate(ChatRequest, _chat_fields(context, body))
+    prompt = await chat_prompt(context.intake, chat, adapter)
     return json_response({"input_tokens": len(prompt.token_ids)})
+
+
+def _chat_fields(context: ApiContext, body: CountTokensRequest) -> dict[str, Any]:
+    return chat_fields(body, strip_nonces=context.settings.server.strip_client_nonces)
 
 
 async def _num_marked(context: ApiContext, body: MessagesRequest, mark: Mark, turn: ChatTurn) -> int:
@@ -81,8 +86,10 @@ async def _num_marked(context: ApiContext, body: MessagesRequest, mark: Mark, tu
         return len(tokens)
     head = body.messages[: mark.num_turns] or [Turn(role="user", content="")]
     try:
-        fields = chat_fields(CountTokensRequest(messages=head, system=body.system, tools=body.tools))
+        marked = CountTokensRequest(messages=head, system=body.system, tools=body.tools)
+        fields = _chat_fields(context, marked)
         fields |= {"add_generation_prompt": False, "continue_final_message": False}
+        fields |= {"enable_thinking": turn.body.enable_thinking}
         fields["chat_template_kwargs"] = turn.body.chat_template_kwargs
         fields |= {"cache_salt": turn.body.cache_salt, "exact_history": turn.body.exact_history}
         chat = validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
@@ -125,10 +132,18 @@ class _End:
 class _Reply:
     """One message, whole or as events."""
 
-    def __init__(self, context: ApiContext, turn: ChatTurn, marked: Sequence[RetentionRange]) -> None:
+    def __init__(
+        self,
+        context: ApiContext,
+        turn: ChatTurn,
+        marked: Sequence[RetentionRange],
+        extra: dict[str, Any],
+    ) -> None:
+        """`extra`: what its end says more."""
         self._context = context
         self._turn = turn
         self._marked = marked
+        self._extra = extra
 
     def whole(self, result: Collected) -> dict[str, Any]:
         """Return the message of a request that is complete."""
@@ -140,7 +155,7 @@ class _Reply:
         if end.finish_reason is FinishReason.ABORT:
             raise GenerationFailed("the server ended this request before its answer was complete")
         usage = self._usage(result.cache, result.num_generated_tokens)
-        return self._message(blocks, usage) | end.of(blocks)
+        return self._message(blocks, usage) | end.of(blocks) | self._extra
 
     async def events(self, outputs: OutputStream) -> AsyncGenerator[bytes, None]:
         """Yield the events."""
@@ -159,7 +174,8 @@ class _Reply:
                 yield b"".join(map(_event, told))
         if end.finish_reason is FinishReason.ABORT:
             raise GenerationFailed("the server ended this request before its answer was complete")
-        last = {"type": "message_delta", "delta": end.of(blocks), "usage": self._usage(cache, num_generated)}
+        usage = self._usage(cache, num_generated)
+        last = {"type": "message_delta", "delta": end.of(blocks), "usage": usage, **self._extra}
         yield b"".join(map(_event, [*blocks.end(), last, {"type": "message_stop"}]))
 
     def _blocks(self) -> ContentBlocks:
@@ -201,6 +217,8 @@ class _Reply:
 
 
 _SHORT_TTL_S = 300.0
+_UNEDITED: dict[str, Any] = {"context_management": {"applied_edits": []}}
+"""What a client is told that asks for edits of its context: there were none."""
 
 
 def _event(body: dict[str, Any]) -> bytes:

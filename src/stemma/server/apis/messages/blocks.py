@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
 from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import image_url_part, text_part
-from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest, ToolChoice, Turn
+from stemma.server.apis.messages.tools import chat_tools, tool_choice
+from stemma.server.requests.client_nonces import without_nonces
+from stemma.server.schemas.messages import BLOCKS, CountTokensRequest, MessagesRequest, Turn
 
 ChatMessage = dict[str, Any]
 
 
-def chat_fields(body: CountTokensRequest) -> dict[str, Any]:
-    """Return the body of the chat request that means the same as `body`. Raises InvalidRequest."""
-    messages = chat_messages(body)
+def chat_fields(body: CountTokensRequest, *, strip_nonces: bool = True) -> dict[str, Any]:
+    """Return the body of the chat request that means the same as `body`. Raises InvalidRequest.
+
+    `strip_nonces`: as `chat_messages` has it.
+    """
+    messages = chat_messages(body, strip_nonces=strip_nonces)
     ends_open = messages[-1]["role"] == "assistant"
     if ends_open and messages[-1].get("tool_calls"):
         message = "the last turn calls tools: their results must follow"
@@ -24,11 +30,15 @@ def chat_fields(body: CountTokensRequest) -> dict[str, Any]:
     effort, answer = _output_config(body.output_config)
     given: dict[str, Any] = {
         "messages": messages,
-        "tools": [_tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()] or None,
-        "tool_choice": _tool_choice(body.tool_choice),
+        "tools": chat_tools(body.tools or ()) or None,
+        "tool_choice": tool_choice(body.tool_choice),
         "parallel_tool_calls": not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         "include_reasoning": thinks,
-        "chat_template_kwargs": {**(body.chat_template_kwargs or {}), "enable_thinking": thinks},
+        "enable_thinking": thinks,
+        "thinking_token_budget": body.thinking.budget_tokens
+        if thinks and body.thinking is not None
+        else None,
+        "chat_template_kwargs": body.chat_template_kwargs,
         "response_format": answer,
         "reasoning_effort": effort,
         "add_generation_prompt": not ends_open,
@@ -56,38 +66,54 @@ _SAME_FIELDS = (
 """Fields that chat has under the same name."""
 
 
-def chat_messages(body: CountTokensRequest) -> list[ChatMessage]:
-    """Return system and turns as chat templates expect them."""
+def chat_messages(body: CountTokensRequest, *, strip_nonces: bool = True) -> list[ChatMessage]:
+    """Return system and turns as chat templates expect them.
+
+    `strip_nonces`: what clients put into the system text for their vendor alone is left out.
+    """
     messages: list[ChatMessage] = []
-    if body.system is not None:
-        messages.append({"role": "system", "content": _text(body.system, "system")})
+    system = "" if body.system is None else _system(body.system, strip_nonces=strip_nonces)
+    if system:
+        messages.append({"role": "system", "content": system})
     for number, turn in enumerate(body.messages):
         messages += _turn(turn, f"messages[{number}].content")
     return messages
 
 
+def _system(system: str | list[dict[str, Any]], *, strip_nonces: bool) -> str:
+    texts = [system] if isinstance(system, str) else [_text_of(*one) for one in _spoken(system, "system")]
+    if strip_nonces:
+        texts = [rest for text in texts if (rest := without_nonces(text)) or not text]
+    return "\n".join(texts)
+
+
+def _spoken(blocks: Sequence[Any], where: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the blocks that are part of the prompt, each with its place."""
+    for number, block in enumerate(blocks):
+        spot = f"{where}[{number}]"
+        if not isinstance(block, dict):
+            raise InvalidRequest(f"{spot} must be an object", param=spot)
+        if BLOCKS.speaks(block):
+            yield block, spot
+
+
 def _turn(turn: Turn, where: str) -> list[ChatMessage]:
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
+    blocks = list(_spoken(turn.content, where))
     if turn.role == "assistant":
-        return [_assistant(turn.content, where)]
-    results: list[ChatMessage] = []
-    others: list[tuple[Any, str]] = []
-    for number, block in enumerate(turn.content):
-        spot = f"{where}[{number}]"
-        if block.get("type") == "tool_result":
-            results.append(_tool_result(block, spot))
-        else:
-            others.append((block, spot))
+        return [_assistant(blocks)]
+    results = [_tool_result(block, spot) for block, spot in blocks if block.get("type") == "tool_result"]
+    others = [(block, spot) for block, spot in blocks if block.get("type") != "tool_result"]
     # Results belong to the calls before them, so they come first, as Anthropic demands.
     if others or not results:
         results.append({"role": turn.role, "content": _parts(others)})
     return results
 
 
-def _parts(blocks: list[tuple[Any, str]]) -> str | list[dict[str, Any]]:
+def _parts(blocks: list[tuple[dict[str, Any], str]]) -> str | list[dict[str, Any]]:
     """Return the text of all blocks, each given with its place; with an image among them, a chat's parts."""
-    if not any(isinstance(block, dict) and block.get("type") == "image" for block, _ in blocks):
+    if not any(block.get("type") == "image" for block, _ in blocks):
         return "\n".join(_text_of(block, spot) for block, spot in blocks)
     return [
         image_url_part(_image_url(block, spot))
@@ -109,58 +135,84 @@ def _image_url(block: dict[str, Any], where: str) -> str:
     return f"data:{media.partition(',')[0]};base64,{data}"
 
 
-def _assistant(blocks: list[dict[str, Any]], where: str) -> ChatMessage:
+def _assistant(blocks: list[tuple[dict[str, Any], str]]) -> ChatMessage:
     message: ChatMessage = {"role": "assistant"}
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for number, block in enumerate(blocks):
-        spot = f"{where}[{number}]"
-        if block.get("type") == "tool_use":
-            arguments = block.get("input")
-            if not isinstance(arguments, dict):
-                raise InvalidRequest(f"{spot}.input must be an object", param=f"{spot}.input")
-            function = {
-                "name": _string(block, "name", spot),
-                "arguments": orjson.dumps(arguments).decode(),
-            }
-            calls.append({"id": _string(block, "id", spot), "type": "function", "function": function})
-        elif block.get("type") == "thinking":
-            thoughts.append(_string(block, "thinking", spot))
-        elif block.get("type") != "redacted_thinking":
-            texts.append(_text_of(block, spot))
+    for block, spot in blocks:
+        match block.get("type"):
+            case "tool_use":
+                calls.append(_call(block, spot))
+            case "thinking":
+                thoughts.append(str(block.get("thinking") or ""))
+            case _:
+                texts.append(_text_of(block, spot))
     message["content"] = "\n".join(texts)
-    if thoughts:
+    if any(thoughts):
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
     return message
 
 
+def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    arguments = block.get("input") or {}
+    if not isinstance(arguments, dict | str):
+        raise InvalidRequest(f"{where}.input must be an object", param=f"{where}.input")
+    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    function = {"name": _string(block, "name", where), "arguments": text}
+    return {"id": _string(block, "id", where), "type": "function", "function": function}
+
+
 def _tool_result(block: dict[str, Any], where: str) -> ChatMessage:
     content, spot = block.get("content") or "", f"{where}.content"
     if isinstance(content, list):
-        content = _parts([(one, f"{spot}[{number}]") for number, one in enumerate(content)])
-    else:
-        content = _text(content, spot)
+        content = _parts(list(_spoken(content, spot)))
+    elif not isinstance(content, str):
+        raise InvalidRequest(f"{spot} must be a string or a list of blocks", param=spot)
     if block.get("is_error") is True:
         content = f"Error: {content}" if isinstance(content, str) else [text_part("Error: "), *content]
     return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", where), "content": content}
 
 
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be a string or a list of text blocks", param=where)
-    return "\n".join(_text_of(block, f"{where}[{number}]") for number, block in enumerate(content))
+def _text_of(block: dict[str, Any], where: str) -> str:
+    """Return the text that a block holds. Raises InvalidRequest if it holds none."""
+    match block.get("type"):
+        case "document":
+            return _lines(block.get("title"), block.get("context"), _source_text(block, where))
+        case "search_result":
+            texts = [_text_of(*one) for one in _spoken(block.get("content") or [], f"{where}.content")]
+            return _lines(block.get("title"), block.get("source"), *texts)
+        case "tool_reference":
+            return _string(block, "tool_name", where)
+        case "compaction":
+            return str(block.get("content") or "")
+        case "tool_use" | "tool_result" | "thinking" | "image":
+            kind = block.get("type")
+            raise InvalidRequest(f"{where}: blocks of type {kind!r} don't belong here", param=where)
+    text = block.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where}.text must be a string", param=f"{where}.text")
+    return text
 
 
-def _text_of(block: Any, where: str) -> str:
-    if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-        kind = str(block.get("type"))[:64] if isinstance(block, dict) else type(block).__name__
-        raise InvalidRequest(f"{where}: blocks of type {kind!r} are not supported here", param=where)
-    return str(block["text"])
+def _source_text(block: dict[str, Any], where: str) -> str:
+    """Return a document's text. Raises InvalidRequest for files, which this server can't read."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if isinstance(source, dict) and kind == "text":
+        return _string(source, "data", f"{where}.source")
+    if isinstance(source, dict) and kind == "content":
+        content = source.get("content") or ""
+        if isinstance(content, str):
+            return content
+        return _lines(*(_text_of(*one) for one in _spoken(content, f"{where}.source.content")))
+    raise InvalidRequest(f"{where}.source must be of type text or content", param=f"{where}.source")
+
+
+def _lines(*texts: Any) -> str:
+    return "\n".join(text for text in texts if isinstance(text, str) and text)
 
 
 def _string(block: dict[str, Any], name: str, where: str) -> str:
@@ -168,23 +220,6 @@ def _string(block: dict[str, Any], name: str, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{where}.{name} must be a string", param=f"{where}.{name}")
     return value
-
-
-def _tool(name: str, description: str | None, schema: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "parameters": schema}
-    if description is not None:
-        function["description"] = description
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
-    if choice is None:
-        return None
-    if choice.type == "tool":
-        if choice.name is None:
-            raise InvalidRequest("tool_choice.name is missing", param="tool_choice.name")
-        return {"type": "function", "function": {"name": choice.name}}
-    return "required" if choice.type == "any" else choice.type
 
 
 def _output_config(config: dict[str, Any] | None) -> tuple[str | None, dict[str, Any] | None]:

@@ -21,10 +21,11 @@ from stemma.server.apis.chat_turn import ChatTurn, chat_turn
 from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.pages import item_page
 from stemma.server.apis.responses.conversations import add_turn, conversation_of
-from stemma.server.apis.responses.items import ChatMessage, chat_fields, chat_messages
+from stemma.server.apis.responses.items import ChatMessage, chat_fields, chat_messages, tools_of
 from stemma.server.apis.responses.listing import whole_items
 from stemma.server.apis.responses.output import OutputItems, StreamEvent, new_id
 from stemma.server.apis.responses.store import Item, StoredResponse, Stores, stores_of
+from stemma.server.apis.responses.tools import chosen
 from stemma.server.errors import json_response, openai_error
 from stemma.server.generation import Collected, OutputStream
 from stemma.server.observe.ignored_hints import count_hint
@@ -62,7 +63,7 @@ async def create_response(request: Request) -> Response:
     response_id = new_id("resp")
     turn = await chat_turn(context, response_id, chat, adapter, past.token_ids)
     turn = _retained(stores, body, turn)
-    reply = _Reply(context, stores, body, turn, owner, history, [*past.items, *whole_items(body.input)])
+    reply = _Reply(context, stores, body, turn, owner, history, past.items, whole_items(body.input))
     if body.stream:
         outputs = await context.runner.start(request, [turn.generation], "responses")
         return EventStream(reply.events(outputs), outputs)
@@ -195,7 +196,8 @@ class _Reply:
         turn: ChatTurn,
         owner: str,
         history: list[ChatMessage],
-        input_items: list[Item],
+        past_items: list[Item],
+        given_items: list[Item],
     ) -> None:
         self._context = context
         self._stores = stores
@@ -203,7 +205,8 @@ class _Reply:
         self._turn = turn
         self._owner = owner
         self._history = history
-        self._input_items = input_items
+        self._past_items = past_items
+        self._given_items = given_items
         self._created_at = int(time.time())
 
     async def whole(self, result: Collected) -> dict[str, Any]:
@@ -239,7 +242,9 @@ class _Reply:
 
     def _progress(self) -> _Progress:
         reader = self._turn.reader
-        return _Progress(reader.parser(), OutputItems(reader.format.tools))
+        offered = tools_of(self._body)
+        _, forced = chosen(self._body.tool_choice, offered)
+        return _Progress(reader.parser(), OutputItems(reader.format.tools, offered, forced))
 
     def _take(self, progress: _Progress, output: RequestOutput) -> list[StreamEvent]:
         """Note an output; return what to tell of it."""
@@ -264,7 +269,7 @@ class _Reply:
         held = np.concatenate((self._turn.generation.prompt_token_ids, as_tokens(progress.token_ids)))
         self._add_to_conversation(progress, response, held)
         if _is_stored(self._stores, self._body):
-            given = orjson.dumps(self._input_items)
+            given = orjson.dumps([*self._past_items, *self._given_items])
             messages = [*self._history, *chat_messages(progress.items.items)]
             entry = StoredResponse(orjson.dumps(response), orjson.dumps(messages), held, given)
             self._stores.responses.put(self._owner, response["id"], entry)
@@ -278,7 +283,7 @@ class _Reply:
         """
         if (name := _conversation_id(self._body)) is None:
             return
-        turn = [*whole_items(self._body.input), *progress.items.items]
+        turn = [*self._given_items, *progress.items.items]
         try:
             add_turn(self._stores, self._owner, name, turn, held)
         except InvalidRequest:

@@ -4,49 +4,78 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import image_url_part, text_part
-from stemma.server.schemas.responses import ResponsesRequest
+from stemma.server.apis.responses.calls import CALL_ITEMS, function_of
+from stemma.server.apis.responses.tools import Offered, chosen, offered_tools
+from stemma.server.schemas.responses import ITEMS, ResponsesRequest
 
 ChatMessage = dict[str, Any]
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_OUTPUTS = frozenset(
+    {
+        "function_call_output",
+        "custom_tool_call_output",
+        "local_shell_call_output",
+        "shell_call_output",
+        "apply_patch_call_output",
+    }
+)
 
 
 def chat_messages(items: str | list[dict[str, Any]]) -> list[ChatMessage]:
     """Return the messages that `items`, input or output, stand for. Raises InvalidRequest naming the item.
 
-    Reasoning, text and calls of one answer become one message, as chat templates expect it.
+    Reasoning, text and calls of one answer become one message, as chat templates expect it. Items that are
+    no part of a prompt are left out (`ITEMS`).
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[ChatMessage] = []
     for number, item in enumerate(items):
-        where = f"input[{number}]"
-        kind = item.get("type", "message")
-        if kind == "message":
-            _add_message(messages, item, where)
-        elif kind == "reasoning":
-            messages.append({"role": "assistant", "reasoning_content": _reasoning(item, where)})
-        elif kind == "function_call":
-            _add_call(messages, item, where)
-        elif kind == "function_call_output":
-            call_id = _string(item, "call_id", where)
-            content = _content(item.get("output"), f"{where}.output")
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-        else:
-            raise InvalidRequest(
-                f"{where}: items of type {str(kind)[:64]!r} are not supported", param=f"{where}.type"
-            )
+        if ITEMS.speaks(item):
+            _add(messages, item, f"input[{number}]")
     for message in messages:
         if message["role"] == "assistant" and not message.get("tool_calls"):
             message.setdefault("content", "")
     return messages
 
 
+def _add(messages: list[ChatMessage], item: dict[str, Any], where: str) -> None:
+    kind = ITEMS.kind(item)
+    if kind == "message":
+        _add_message(messages, item, where)
+    elif kind == "reasoning":
+        if text := _reasoning(item, where):
+            messages.append({"role": "assistant", "reasoning_content": text})
+    elif kind in CALL_ITEMS:
+        _add_call(messages, item, where)
+    elif kind in _OUTPUTS:
+        call_id = item.get("call_id") or item.get("id")  # local_shell_call_output has no call_id
+        if not isinstance(call_id, str):
+            raise InvalidRequest(f"{where}.call_id must be a string", param=f"{where}.call_id")
+        content = _output(item, f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    elif kind == "agent_message":
+        messages.append({"role": "user", "content": _content(item.get("content"), f"{where}.content")})
+
+
+def _output(item: dict[str, Any], where: str) -> str | list[dict[str, Any]]:
+    """Return what a call gave. The outputs of a shell are a list of objects: their JSON is the text."""
+    given = item.get("output")
+    if given is None:
+        return str(item.get("status") or "")
+    if item["type"] == "shell_call_output" and not isinstance(given, str):
+        return orjson.dumps(given).decode()
+    return _content(given, where)
+
+
 def _add_message(messages: list[ChatMessage], item: dict[str, Any], where: str) -> None:
-    role = _ROLES.get(str(item.get("role")))
-    if role is None:
+    role = item.get("role")
+    if role not in _ROLES:
         raise InvalidRequest(f"{where}.role must be one of {', '.join(_ROLES)}", param=f"{where}.role")
     content = _content(item.get("content"), f"{where}.content")
     if role == "assistant" and (open_turn := _open_turn(messages)) is not None and "content" not in open_turn:
@@ -56,8 +85,9 @@ def _add_message(messages: list[ChatMessage], item: dict[str, Any], where: str) 
 
 
 def _add_call(messages: list[ChatMessage], item: dict[str, Any], where: str) -> None:
-    function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
-    call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
+    if item.get("type") in ("function_call", "custom_tool_call"):
+        _string(item, "name", where)
+    call = {"id": _string(item, "call_id", where), "type": "function", "function": function_of(item)}
     turn = _open_turn(messages)
     if turn is None:
         turn = {"role": "assistant"}
@@ -84,6 +114,7 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
         return content
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be a string or a list of parts", param=where)
+    content = [part for part in content if not _is_sealed(part)]
     if not any(isinstance(part, dict) and part.get("type") == "input_image" for part in content):
         return "\n".join(_texts(content, where))
     return [
@@ -92,6 +123,11 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
         else text_part(*_texts([part], where))
         for number, part in enumerate(content)
     ]
+
+
+def _is_sealed(part: Any) -> bool:
+    """Whether only OpenAI can read a part."""
+    return isinstance(part, dict) and part.get("type") == "encrypted_content"
 
 
 def _image_url(part: dict[str, Any], where: str) -> str:
@@ -122,24 +158,33 @@ def _string(item: dict[str, Any], name: str, where: str) -> str:
     return value
 
 
+def tools_of(body: ResponsesRequest) -> Offered:
+    """Return the tools that a model is offered, those in items too. Raises InvalidRequest."""
+    items = body.input if isinstance(body.input, list) else []
+    added = [item["tools"] for item in items if item.get("type") == "additional_tools" and "tools" in item]
+    lists = [body.tools or [], *(tools for tools in added if isinstance(tools, list))]
+    return offered_tools([tool for tools in lists for tool in tools])
+
+
 def chat_fields(body: ResponsesRequest, messages: list[ChatMessage]) -> dict[str, Any]:
     """Return the body of the chat request that means the same as `body`, over `messages`."""
-    reasoning = body.reasoning.effort if body.reasoning is not None else None
-    template = dict(body.chat_template_kwargs or {})
-    if reasoning == "none":
-        template["enable_thinking"], reasoning = False, None
-    given = {
+    offered = tools_of(body)
+    choice, forced = chosen(body.tool_choice, offered)
+    given: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
-        "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())] or None,
-        "tool_choice": _tool_choice(body.tool_choice),
+        "tools": [{"type": "function", "function": dict(tool.function)} for tool in offered.values()] or None,
+        "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body),
-        "reasoning_effort": reasoning,
-        "chat_template_kwargs": template or None,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "thinking_token_budget": None if body.reasoning is None else body.reasoning.max_tokens,
+        "chat_template_kwargs": body.chat_template_kwargs,
     }
     given |= {name: getattr(body, name) for name in _SAME_FIELDS}
+    if forced is not None:
+        given["structured_outputs"] = forced.grammar
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -167,25 +212,6 @@ _SAME_FIELDS = (
     "exact_history",
 )
 """Fields that chat has under the same name."""
-
-
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise InvalidRequest(f"{where}: only tools of type 'function' are supported", param=where)
-    names = ("name", "description", "parameters", "strict")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") == "allowed_tools":
-        return choice
-    if choice.get("type") != "function":
-        message = "tool_choice must be none, auto, required, a function or allowed_tools"
-        raise InvalidRequest(message, param="tool_choice")
-    return {"type": "function", "function": {"name": choice.get("name")}}
 
 
 def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:

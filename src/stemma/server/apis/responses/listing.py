@@ -5,7 +5,16 @@ from __future__ import annotations
 from stemma.server.apis.responses.output import new_id
 from stemma.server.apis.responses.store import Item
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "local_shell_call": "lsh",
+    "local_shell_call_output": "lsho",
+}
 
 
 def whole_items(given: str | list[Item]) -> list[Item]:

@@ -9,6 +9,8 @@ from typing import Any
 from stemma.server.answers.chat import new_call_id
 from stemma.server.answers.events import CallArguments, CallStart, Content, Event, Reasoning
 from stemma.server.answers.families import ToolFormat
+from stemma.server.apis.responses.calls import OpenCall
+from stemma.server.apis.responses.tools import Offered, OfferedTool
 
 StreamEvent = dict[str, Any]
 """One event of the stream, still without its `sequence_number`."""
@@ -22,10 +24,17 @@ def new_id(prefix: str) -> str:
 class OutputItems:
     """Folds the events of one answer into output items; the same code for streams and whole answers."""
 
-    def __init__(self, tools: ToolFormat | None) -> None:
+    def __init__(
+        self, tools: ToolFormat | None, offered: Offered | None = None, forced: OfferedTool | None = None
+    ) -> None:
+        """`offered`: the request's tools. `forced`: the one whose plain text the answer is."""
         self._tools = tools
+        self._offered = offered or {}
+        self._forced = forced
         self._kind: type[Event] | None = None
         """The kind of the open item; None: no item is open."""
+        self._call: OpenCall = OpenCall(None, "")
+        """What is known of the open item, if it is a call."""
         self._pieces: list[str] = []
         self.items: list[dict[str, Any]] = []
 
@@ -36,14 +45,15 @@ class OutputItems:
             match event:
                 case Reasoning(text):
                     self._text(told, Reasoning, text)
+                case Content(text) if self._forced is not None:
+                    self._forced_text(told, self._forced, text)
                 case Content(text):
                     self._text(told, Content, text)
                 case CallStart(_, name):
                     self._close(told, "completed")
-                    self._open_call(told, name)
+                    self._open_call(told, OpenCall(self._offered.get(name), name))
                 case CallArguments(_, text):
-                    self._pieces.append(text)
-                    told.append(self._event("response.function_call_arguments.delta", delta=text))
+                    self._tell_call(told, self._call.feed(text))
         return told
 
     def end(self, status: str) -> list[StreamEvent]:
@@ -72,10 +82,23 @@ class OutputItems:
         name = "response.reasoning_text.delta" if kind is Reasoning else "response.output_text.delta"
         told.append(self._event(name, content_index=0, delta=text, **self._logprobs()))
 
-    def _open_call(self, told: list[StreamEvent], name: str) -> None:
-        self._kind = CallStart
-        item = {"type": "function_call", "id": new_id("fc"), "call_id": new_call_id(self._tools)}
-        self._add(told, {**item, "name": name, "arguments": "", "status": "in_progress"})
+    def _forced_text(self, told: list[StreamEvent], tool: OfferedTool, text: str) -> None:
+        if self._kind is not CallStart:
+            self._close(told, "completed")
+            self._open_call(told, OpenCall(tool, tool.name, is_plain=True))
+        self._tell_call(told, self._call.feed(text))
+
+    def _open_call(self, told: list[StreamEvent], call: OpenCall) -> None:
+        self._kind, self._call = CallStart, call
+        item = {"type": call.item_type, "id": new_id(call.id_prefix), "call_id": new_call_id(self._tools)}
+        self._add(told, {**item, **call.names, **call.content(""), "status": "in_progress"})
+
+    def _tell_call(self, told: list[StreamEvent], text: str) -> None:
+        if not text:
+            return
+        self._pieces.append(text)
+        if self._call.told_as is not None:
+            told.append(self._event(f"response.{self._call.told_as}.delta", delta=text))
 
     def _add(self, told: list[StreamEvent], item: dict[str, Any]) -> None:
         self.items.append(item)
@@ -86,12 +109,14 @@ class OutputItems:
     def _close(self, told: list[StreamEvent], status: str) -> None:
         if self._kind is None:
             return
+        if self._kind is CallStart:
+            self._tell_call(told, self._call.end())
         item, text = self.items[-1], "".join(self._pieces)
         item["status"] = status
         if self._kind is CallStart:
-            item["arguments"] = text
-            done = {"name": item["name"], "arguments": text}
-            told.append(self._event("response.function_call_arguments.done", **done))
+            item |= (content := self._call.content(text))
+            if self._call.told_as is not None:
+                told.append(self._event(f"response.{self._call.told_as}.done", **self._call.names, **content))
         else:
             part = self._part(text)
             item["content"] = [part]

@@ -1,0 +1,152 @@
+"""Messages in the roles and the order that a chat template takes.
+
+Each rule looks at neighbours alone and joins text at places that later turns don't change: the prompt of a
+conversation that grows begins with the prompt that it had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from stemma.model.vision.sources import text_part
+from stemma.server.requests.template_rules import TemplateRules
+
+Message = dict[str, Any]
+_GAP = "\n\n"
+_LATE = "<system>\n{}\n</system>"
+"""How a system message stands in a user's turn."""
+_ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_SHORT_ID_CHARS = 9
+
+
+def in_roles(messages: Sequence[Message], rules: TemplateRules) -> list[Message]:
+    """Return the messages as a template with `rules` takes them.
+
+    System messages at the beginning become one, or go before the user's first words. A later one is joined to
+    the turn before it, a user's or a tool's; behind an answer it opens the user's turn. Where turns must
+    alternate, neighbours of one role are joined.
+    """
+    found = [_renamed(message, rules) for message in messages]
+    num_head = next((number for number, one in enumerate(found) if not _is_system(one)), len(found))
+    head, rest = found[:num_head], found[num_head:]
+    if not rules.late_system:
+        rest = _without_system(rest)
+    if not rules.system and head:
+        head = [{"role": "user", "content": _all(head)}]
+        if rest and rest[0]["role"] == "user":
+            head, rest = [], [_joined(rest[0], head[0]["content"], before=True), *rest[1:]]
+    elif not rules.several_system and len(head) > 1:
+        head = [{**head[0], "content": _all(head)}]
+    return [*head, *_alternating(rest, rules)]
+
+
+def _is_system(message: Message) -> bool:
+    return message["role"] in ("system", "developer")
+
+
+def _renamed(message: Message, rules: TemplateRules) -> Message:
+    """Return a message with the role and the ids of calls that the template knows."""
+    if message["role"] == "developer" and not rules.developer:
+        message = {**message, "role": "system"}
+    if not rules.long_ids:
+        message = _with_short_ids(message)
+    if message.get("tool_calls") and not rules.reasoning_and_text and message.get("content"):
+        return _thought_before_call(message, rules.reasoning)
+    return message
+
+
+def _with_short_ids(message: Message) -> Message:
+    if isinstance(message.get("tool_call_id"), str):
+        return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    if message.get("tool_calls"):
+        calls = [{**call, "id": _short_id(str(call.get("id")))} for call in message["tool_calls"]]
+        return {**message, "tool_calls": calls}
+    return message
+
+
+def _short_id(call_id: str) -> str:
+    """Return nine letters and digits, always the same for one id."""
+    if len(call_id) == _SHORT_ID_CHARS and call_id.isascii() and call_id.isalnum():
+        return call_id
+    number = int.from_bytes(hashlib.sha256(call_id.encode(errors="replace")).digest())
+    digits = []
+    for _ in range(_SHORT_ID_CHARS):
+        number, digit = divmod(number, len(_ID_CHARS))
+        digits.append(_ID_CHARS[digit])
+    return "".join(digits)
+
+
+def _thought_before_call(message: Message, reasoning: str) -> Message:
+    """Return a message with the text before its calls as part of its reasoning, if it has one."""
+    if not message.get(reasoning) or not isinstance(message["content"], str):
+        return message
+    return {**message, reasoning: f"{message[reasoning]}{_GAP}{message['content']}", "content": ""}
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    found: list[Message] = []
+    pending: list[Any] = []
+    for message in messages:
+        if _is_system(message):
+            text = _late(message.get("content"))
+            if not pending and found and found[-1]["role"] in ("user", "tool"):
+                found[-1] = _joined(found[-1], text)
+            else:
+                pending.append(text)
+            continue
+        if pending:
+            opening = {"role": "user", "content": _all([{"content": text} for text in pending])}
+            pending = []
+            if message["role"] == "user":
+                message = _joined(message, opening["content"], before=True)
+            else:
+                found.append(opening)
+        found.append(message)
+    if pending:
+        found.append({"role": "user", "content": _all([{"content": text} for text in pending])})
+    return found
+
+
+def _late(content: Any) -> Any:
+    if isinstance(content, list):
+        head, tail = _LATE.split("{}")
+        return [text_part(head), *content, text_part(tail)]
+    return _LATE.format(content or "")
+
+
+def _alternating(messages: Sequence[Message], rules: TemplateRules) -> list[Message]:
+    """Return the messages with a user's turns joined to what stands before them, where they must be."""
+    found: list[Message] = []
+    for message in messages:
+        last = found[-1]["role"] if found else ""
+        joins = (last == "user" and not rules.repeated_user) or (last == "tool" and not rules.user_after_tool)
+        if message["role"] == "user" and joins:
+            found[-1] = _joined(found[-1], message.get("content"))
+        else:
+            found.append(message)
+    return found
+
+
+def _joined(message: Message, content: Any, *, before: bool = False) -> Message:
+    """Return a message with more content behind its own, or before it."""
+    own = message.get("content")
+    return {**message, "content": _both(content, own) if before else _both(own, content)}
+
+
+def _all(messages: Sequence[Message]) -> Any:
+    found: Any = ""
+    for message in messages:
+        found = _both(found, message.get("content"))
+    return found
+
+
+def _both(first: Any, second: Any) -> Any:
+    """Return two contents, texts or lists of parts, as one."""
+    if not first or not second:
+        return first or second or ""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}{_GAP}{second}"
+    parts = [one if isinstance(one, list) else [text_part(one)] for one in (first, second)]
+    return [*parts[0], text_part(_GAP), *parts[1]]
