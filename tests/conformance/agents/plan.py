@@ -72,6 +72,16 @@ DIALECTS = {
         lambda file, old, new: f"{file}\n<<<<<<< SEARCH\n{old}\n=======\n{new}\n>>>>>>> REPLACE",
         lambda line: "Its lines are counted.",
     ),
+    "cline": Dialect(
+        lambda file: Call("read_files", {"files": [{"path": file}]}),
+        lambda file, old, new: Call("editor", {"path": file, "old_text": old, "new_text": new}),
+        lambda line: Call("run_commands", {"commands": [line]}),
+    ),
+    "openclaw": Dialect(
+        lambda file: Call("read", {"path": file}),
+        lambda file, old, new: Call("edit", {"path": file, "edits": [{"oldText": old, "newText": new}]}),
+        lambda line: Call("exec", {"command": line}),
+    ),
     "pi": Dialect(
         lambda file: Call("read", {"path": file}),
         lambda file, old, new: Call("edit", {"path": file, "edits": [{"oldText": old, "newText": new}]}),

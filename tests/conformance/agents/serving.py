@@ -115,7 +115,8 @@ class ScriptedServer:
 
     def computed(self) -> list[Computed]:
         """Return what requests that the engine served since the last call cost, in order of their ends."""
-        return [_computed(told) for _, told in self._news("log", _LINE.findall(self.log()))]
+        found = _LINE.findall(self.log())
+        return [_computed(told) for _, told in self._news("log", found) if "outcome=ok" in told]
 
     def _news(self, name: str, found: list[Any]) -> list[Any]:
         seen, self._seen[name] = self._seen.get(name, 0), len(found)
