@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Agent:
     """Files of its home: text, or what becomes JSON."""
     dialect: str = ""
     """"": its own name."""
+    serves: str = ""
+    """The name that it asks for the model by; "": that of its directory."""
     says_turns: bool = False
     """Each step is a message of the user's, a line of stdin; else the first message is all that it gets."""
 
@@ -148,6 +150,17 @@ def _openai(place: Place) -> dict[str, str]:
     return {"OPENAI_BASE_URL": f"{place.url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": place.model}
 
 
+_CODEX = Agent(
+    "@openai/codex",
+    "node_modules/.bin/codex",
+    lambda place, prompt: [
+        "exec",
+        "--skip-git-repo-check",
+        "--dangerously-bypass-approvals-and-sandbox",
+        prompt,
+    ],
+    files=_codex,
+)
 _CLAUDE = Agent(
     "@anthropic-ai/claude-code",
     "node_modules/@anthropic-ai/claude-code-*/claude",
@@ -157,24 +170,12 @@ _CLAUDE = Agent(
 )
 AGENTS = {
     "claude-code": _CLAUDE,
-    "claude-code-no-betas": Agent(
-        _CLAUDE.package,
-        _CLAUDE.program,
-        _CLAUDE.arguments,
-        lambda place: _claude(place, CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS="1"),
-        dialect="claude",
+    "claude-code-no-betas": replace(
+        _CLAUDE, environment=lambda place: _claude(place, CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS="1")
     ),
-    "codex": Agent(
-        "@openai/codex",
-        "node_modules/.bin/codex",
-        lambda place, prompt: [
-            "exec",
-            "--skip-git-repo-check",
-            "--dangerously-bypass-approvals-and-sandbox",
-            prompt,
-        ],
-        files=_codex,
-    ),
+    "codex": _CODEX,
+    # With a model that it knows, its tools are others: a patch in a grammar of its own.
+    "codex-known-model": replace(_CODEX, serves="gpt-5.5", dialect="codex_patch"),
     "opencode": Agent(
         "opencode-ai",
         "node_modules/opencode-linux-*/bin/opencode",

@@ -18,6 +18,7 @@ AFTER = "alpha: 10\nbeta: 20\ngamma: 30\n"
 _TASK = re.compile(r"Ledger task for (\w+): set every number in (\S+) to ten times itself\.")
 _STEP = re.compile(r"Step (\d+) of 10")
 _LINES = BEFORE.splitlines(), AFTER.splitlines()
+_PATCH = "*** Begin Patch\n*** Update File: {file}\n@@\n-{old}\n+{new}\n*** End Patch\n"
 _CHECK = "cat '{file}' | wc -l"
 
 
@@ -55,6 +56,11 @@ DIALECTS = {
     "codex": Dialect(
         lambda file: Call("exec_command", {"cmd": f"cat '{file}'"}),
         lambda file, old, new: Call("exec_command", {"cmd": f"sed -i 's/^{old}$/{new}/' '{file}'"}),
+        lambda line: Call("exec_command", {"cmd": line}),
+    ),
+    "codex_patch": Dialect(
+        lambda file: Call("exec_command", {"cmd": f"cat '{file}'"}),
+        lambda file, old, new: Call("apply_patch", {"input": _PATCH.format(file=file, old=old, new=new)}),
         lambda line: Call("exec_command", {"cmd": line}),
     ),
     "opencode": Dialect(

@@ -61,6 +61,8 @@ class ScriptedServer:
     directory: Path
     """For its log, and what it notes of exchanges."""
     flags: tuple[str, ...] = ()
+    name: str = ""
+    """What the model is called; "": as its directory."""
     url: str = ""
     _process: subprocess.Popen[bytes] | None = None
     _log: IO[bytes] | None = None
@@ -73,6 +75,11 @@ class ScriptedServer:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
+    @property
+    def served_name(self) -> str:
+        """What the model is called."""
+        return self.name or self.model.name
+
     def start(self) -> None:
         """Start it and wait until it takes requests."""
         self._log = (self.directory / "log").open("ab")
@@ -80,7 +87,7 @@ class ScriptedServer:
         command = [sys.executable, "-m", "tests.conformance.agents.scripted_stemma", "serve", str(self.model)]
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         self._process = subprocess.Popen(
-            [*command, "--port", "0", "--log-requests", *self.flags],
+            [*command, "--port", "0", "--log-requests", "--served-name", self.served_name, *self.flags],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": path, EXCHANGES: str(self.directory / "exchanges")},
             stdin=subprocess.DEVNULL,

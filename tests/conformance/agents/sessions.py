@@ -40,7 +40,7 @@ def hold(name: str, agent: Agent, server: ScriptedServer, root: Path, opening: s
     home.mkdir(exist_ok=True)
     work.mkdir(exist_ok=True)
     (work / FILE).write_text(plan.BEFORE)
-    place = Place(home, work, server.url, server.model.name)
+    place = Place(home, work, server.url, server.served_name)
     dialect = agent.dialect or name
     path = FILE if agent.says_turns else str(work / FILE)
     prompts = [opening + plan.task(dialect, path), *["Go on."] * (plan.NUM_STEPS - 1)]
