@@ -28,7 +28,7 @@ from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.memory.cache.lease import Lease
 from stemma.model.vision.prompt import PromptImages
 from stemma.server.answers.best_of import keep_best
-from stemma.server.generation import CollectedSequence
+from stemma.server.observe.collected import CollectedSequence
 from stemma.types import FinishReason, Retention, RetentionHint, RetentionRange, TokenArray, as_tokens
 from tests.vision_checkpoints import picture
 
@@ -330,7 +330,7 @@ class _Request:
         for delta in output.deltas:
             one = answer.sequences[delta.index]
             assert one.finish_reason is None, "a sequence ended twice"
-            one.text += delta.text
+            one.pieces = [one.text + delta.text]  # however it was cut
             one.token_ids += delta.token_ids
             one.logprobs += delta.logprobs or ()
             one.finish_reason, one.stop_reason = delta.finish_reason, delta.stop_reason
@@ -368,7 +368,7 @@ class _Search(_Request):
         self.is_over = True
         self.answer.sequences = [
             CollectedSequence(
-                one.text(self._tokenizer, self.request.params),
+                [one.text(self._tokenizer, self.request.params)],
                 list(one.token_ids),
                 list(one.logprobs),
                 one.finish_reason,

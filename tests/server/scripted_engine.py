@@ -23,6 +23,7 @@ from stemma.engine.api import (
     EngineStats,
     GenerationRequest,
     Prepared,
+    PromptProgress,
     RequestOutput,
     SequenceDelta,
 )
@@ -119,6 +120,10 @@ class ScriptedEngine(EngineClient):
 
     def num_held_tokens(self, request_id: str) -> int:
         return self.held.get(request_id, self.held.get("", 0))
+
+    def progress(self, request_id: str) -> PromptProgress | None:
+        found = next((one for one in self.requests if one.request_id == request_id), None)
+        return None if found is None else PromptProgress(len(found.prompt_token_ids))
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         if self.script.draining:

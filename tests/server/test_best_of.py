@@ -5,12 +5,12 @@ import pytest
 
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.server.answers.best_of import keep_best
-from stemma.server.generation import CollectedSequence
+from stemma.server.observe.collected import CollectedSequence
 from tests.server.scripted_engine import ScriptedEngine
 
 
 def sequence(text: str, *logprobs: float) -> CollectedSequence:
-    return CollectedSequence(text, logprobs=[TokenLogprob(1, value) for value in logprobs])
+    return CollectedSequence([text], logprobs=[TokenLogprob(1, value) for value in logprobs])
 
 
 def test_the_mean_counts_not_the_sum() -> None:

@@ -16,7 +16,7 @@ from stemma.config.settings import Settings
 from stemma.errors import EngineFailed, Overloaded, TookTooLong
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.app import create_app
-from stemma.server.requests.tokenizing import AT_ONCE_CHARS
+from stemma.server.turn.intake import AT_ONCE_CHARS
 from stemma.supervision import LoggingSupervisor, Supervisor
 from stemma.workers import MAX_STUCK, WorkerThreads
 from tests.server.scripted_engine import ScriptedEngine

@@ -75,6 +75,18 @@ def test_whole_requests_pass(fast: Server) -> None:
             assert client.post("/v1/completions", json=body).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_http_1_0_has_no_chunks_and_ends_with_the_connection(fast: Server, stream: bool) -> None:
+    body = b'{"prompt":"x","max_tokens":3,"stream":%s}' % (b"true" if stream else b"false")
+    head = b"POST /v1/completions HTTP/1.0\r\nAuthorization: Bearer s3cret\r\nContent-Length: %d\r\n\r\n"
+    answer = fast.ask(head % len(body) + body)
+    told, _, text = answer.partition(b"\r\n\r\n")
+    assert b"200 OK" in told
+    assert b"chunked" not in told.lower()
+    assert text.startswith(b"data: {" if stream else b"{")
+    assert text.endswith(b"data: [DONE]\n\n" if stream else b"}")
+
+
 MALFORMED = [
     b"GET / HTTP/1.1\r\nHost: [\r\n\r\n",
     b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n",

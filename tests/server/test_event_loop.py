@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from stemma.server.requests.tokenizing import AT_ONCE_CHARS
+from stemma.server.turn.intake import AT_ONCE_CHARS
 from tests.server.scripted_engine import ScriptedEngine
 
 LONG = "x" * (AT_ONCE_CHARS + 1)

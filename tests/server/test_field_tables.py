@@ -106,10 +106,8 @@ VLLM: list[tuple[type[RequestModel], str]] = [
 
 def rows(title: str) -> dict[str, str]:
     """Return what the section's tables say of each field."""
-    section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
-    text = next(part for part in section if part.startswith(title + "\n"))
     found: dict[str, str] = {}
-    for line in text.splitlines():
+    for line in section(title).splitlines():
         if line.startswith("| `"):
             fields, says = line.strip("| ").split(" | ", 1)
             for field in re.findall(r"`([a-z0-9_.]+)`", fields):
@@ -135,6 +133,24 @@ def test_every_field_of_the_schemas_is_in_its_table(
         for name in model.model_fields.keys() - {"metadata", "include", "echo"}:
             if not name.endswith("_"):
                 assert says[name].startswith(("works", "the served one")), name
+
+
+def section(title: str) -> str:
+    """Return a section of the page."""
+    parts = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+    return next(part for part in parts if part.startswith(title + "\n"))
+
+
+@pytest.mark.parametrize(("title", "models"), SECTIONS)
+def test_every_kind_of_the_tables_is_on_the_page(title: str, models: tuple[type[RequestModel], ...]) -> None:
+    text = section(title)
+    kinds = {
+        kind
+        for model in models
+        for table in model.kinds.values()
+        for kind in table.spoken | table.skipped | table.refused
+    }
+    assert {kind for kind in kinds if f"`{kind}`" not in text} == set()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from stemma.config.settings import ImageSettings
 from stemma.errors import InvalidRequest, TookTooLong
-from stemma.server.requests.fetching import Address, ImageFetcher, is_public, resolve
+from stemma.server.turn.fetching import Address, ImageFetcher, is_public, resolve
 from tests.server.threaded import served_in_thread
 
 LOOPBACK = ipaddress.ip_address("127.0.0.1")

@@ -235,7 +235,9 @@ async def test_what_is_refused(client: Client, family: str) -> None:
     cut_short = {**body, "truncate_prompt_tokens": 5}
     assert "isn't cut" in await refused(client, path, cut_short)
     audio = [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]
-    assert "only text parts and images" in await refused(client, path, {**body, "messages": audio})
+    assert "parts of type 'input_audio' are not supported" in await refused(
+        client, path, {**body, "messages": audio}
+    )
     url_source = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/a.png"}}
     message = {"messages": [{"role": "user", "content": [url_source]}], "max_tokens": 4}
     assert "--image-urls" in await refused(client, "/v1/messages", message)

@@ -15,9 +15,9 @@ from stemma.config.settings import Settings
 from stemma.model.text_cuts import PIECE_CHARS
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.app import create_app
-from stemma.server.requests.known_texts import MAX_CHARS, MIN_CHARS, KnownTexts
-from stemma.server.requests.tokenizing import MOST_CHARS
 from stemma.server.tenants.keyfile import add_key
+from stemma.server.turn.intake import MOST_CHARS
+from stemma.server.turn.known_texts import MAX_CHARS, MIN_CHARS, KnownTexts
 from stemma.types import TokenArray
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from stemma.config.settings import Settings
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.answers.events import CallArguments, CallStart, Content, Reasoning
-from stemma.server.apis.next_turn import continued
 from stemma.server.apis.responses.items import chat_messages
 from stemma.server.apis.responses.output import OutputItems
 from stemma.server.app import create_app
 from stemma.server.tenants.keyfile import add_key
+from stemma.server.turn.next_turn import continued
 from stemma.types import NO_RETENTION, as_tokens
 from tests.server.scripted_engine import ScriptedEngine
 

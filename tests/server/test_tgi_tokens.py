@@ -10,9 +10,9 @@ from huggingface_hub import InferenceClient
 from stemma.config.settings import RequestSettings, Settings
 from stemma.engine.api import SequenceDelta
 from stemma.engine.sampling.logprobs import TokenLogprob
-from stemma.server.apis.context import ApiContext
 from stemma.server.apis.tgi_tokens import stream_tokens
 from stemma.server.app import create_app
+from stemma.server.turn.context import ApiContext
 from tests.server.scripted_engine import ScriptedEngine
 
 

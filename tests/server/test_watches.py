@@ -13,6 +13,7 @@ from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput, Seq
 from stemma.engine.core.tally import reporter_lines
 from stemma.prefix.keys import Namespace
 from stemma.server.app import create_app
+from stemma.server.observe.collected import Collected
 from stemma.server.observe.metrics import ServerMetrics
 from stemma.server.observe.request_log import log_request, request_line
 from stemma.server.observe.watches import MAX_RECORDS, RequestRecord, Watches
@@ -34,13 +35,17 @@ def followed(clock: Clock, watches: Watches, outcome: str = "ok", name: str = "r
     request = GenerationRequest(name, np.arange(40, dtype=np.int32), namespace=Namespace("s", owner="ada"))
     watch = watches.watch(request, "chat")
     assert list(watches.running) == [name]
+    answer = Collected.nothing(40)
     if outcome != "refused":
         clock.now += 0.5
-        watch.seen(RequestOutput(name, (SequenceDelta(0, (1,), "x"),), REPORT, False, 1, 0.3, 0.1))
+        answer.cache = answer.exact = REPORT
+        answer.take(RequestOutput(name, (SequenceDelta(0, (1,), "x"),), REPORT, False, 1, 0.3, 0.1))
+        watch.began(answer)
+        watch.spoke(answer)
         clock.now += 1.0
         end = SequenceDelta(0, (2,), "y", finish_reason=FinishReason.LENGTH)
-        watch.seen(RequestOutput(name, (end,), REPORT, True, 2, 0.3, 0.1))
-    watch.done(outcome)
+        answer.take(RequestOutput(name, (end,), REPORT, True, 2, 0.3, 0.1))
+    watch.ended(answer, outcome)
     assert not watches.running
     return watches.records[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -21,14 +22,20 @@ def command(
     divergences: Annotated[
         bool, typer.Option("--divergences", help="Where the prompts of a window part, and what that costs.")
     ] = False,
+    refused: Annotated[
+        bool, typer.Option("--refused", help="The last requests that the server refused, and why.")
+    ] = False,
     window_s: Annotated[float, typer.Option(min=1.0, help="The window's seconds.")] = 86400.0,
     url: Annotated[str, typer.Option(help="A running server.")] = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
     """Tell what a request got from the cache, where it parts from what is cached, and why."""
-    if (bool(request), last, divergences).count(True) != 1:
-        raise ConfigError("give the id of an answer, --last, or --divergences")
+    if (bool(request), last, divergences, refused).count(True) != 1:
+        raise ConfigError("give the id of an answer, --last, --divergences, or --refused")
     console = Console(highlight=False)
+    if refused:
+        show_refused(console, ask(url, "GET", "/admin/refusals", admin_key)["refusals"])
+        return
     if divergences:
         found = ask(url, "GET", "/admin/divergences", admin_key, params={"window_s": str(window_s)})
         show_divergences(console, found)
@@ -64,6 +71,19 @@ def show(console: Console, found: dict[str, Any]) -> None:
                 console.print(
                     _quoted(side, place["common"], place[side], colour, is_start=place["token"] == 1)
                 )
+
+
+def show_refused(console: Console, refusals: list[dict[str, Any]]) -> None:
+    """Print refused requests as ``/admin/refusals`` gives them."""
+    if not refusals:
+        console.print("No request was refused.")
+    for one in refusals:
+        when = datetime.fromtimestamp(one["at"], UTC).strftime("%Y-%m-%d %H:%M:%S")
+        head = f"{when}  {one['status']} {one['reason']}  {one['route']}"
+        console.print(Text(visible(f"{head}  {one['field']}"), style="bold"))
+        console.print(Text(f"  {visible(one['message'])}"))
+        told = [(name, one[name]) for name in ("client", "tenant", "x_request_id") if one[name]]
+        console.print(Text("  " + "  ".join(f"{name} {visible(value)}" for name, value in told), style="dim"))
 
 
 def _quoted(side: str, common: str, text: str, colour: str, *, is_start: bool) -> Text:

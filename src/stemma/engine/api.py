@@ -59,6 +59,8 @@ class GenerationRequest:
     @property
     def vocabulary_ids(self) -> TokenArray:
         """The prompt with the model's placeholder where ids of images stand: ids of the vocabulary alone."""
+        if self.images is None:
+            return self.prompt_token_ids
         return vocabulary_ids(self.prompt_token_ids, self.images)
 
 
@@ -77,6 +79,17 @@ class Prepared:
     def num_computed_tokens(self) -> int:
         """Tokens that were computed for it."""
         return self.num_tokens - self.num_cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How far a prompt has come that was queued."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    """Leading tokens served from cache; 0 while it waits for a seat."""
+    num_processed_tokens: int = 0
+    """Leading tokens whose KV is there, cached ones included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +116,11 @@ class CacheReport:
     """How the nearest cached sequence of the same namespace goes on where the prompt parts from it."""
     num_tokens_of_others: int = 0
     """Leading tokens that another tenant or salt has cached, where that is more. Only for the operator."""
+    num_cached_tokens: int = field(init=False)
+    """Leading prompt tokens served from any tier."""
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """Leading prompt tokens served from any tier."""
-        return sum(self.cached_by_tier.values())
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_cached_tokens", sum(self.cached_by_tier.values()))
 
 
 DRAFT_SOURCES = ("mtp", "tree", "prompt_lookup", "la", "grammar")

@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from stemma.budgets import TENANT_SHARE, Budget
 from stemma.config.settings import EngineSettings, PoolSettings
-from stemma.engine.api import EngineStats, GenerationRequest, Prepared, RequestOutput
+from stemma.engine.api import EngineStats, GenerationRequest, Prepared, PromptProgress, RequestOutput
 from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.client import EngineClient
 from stemma.engine.core.engine import Engine, describe_error
@@ -82,6 +82,7 @@ MAX_WAITING_GRAMMARS = 256
 class _Subscription:
     """Where the outputs of one request go."""
 
+    request: GenerationRequest
     outputs: Mailbox[RequestOutput | StemmaError]
     has_started: bool = False
 
@@ -277,6 +278,11 @@ class AsyncEngine(EngineClient):
         return self._news.num_held(request_id)
 
     @override
+    def progress(self, request_id: str) -> PromptProgress | None:
+        subscription = self._subscriptions.get(request_id)
+        return None if subscription is None else self._engine.progress(subscription.request)
+
+    @override
     async def stats(self) -> EngineStats:
         return await self._call(self._engine.stats)
 
@@ -336,7 +342,7 @@ class AsyncEngine(EngineClient):
             raise Overloaded(f"{num_waiting} requests are waiting already")
         if request.request_id in self._subscriptions:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        subscription = _Subscription(outputs)
+        subscription = _Subscription(request, outputs)
         self._subscriptions[request.request_id] = subscription
         if self._over is not None:  # set meanwhile, perhaps before this subscription could be seen
             del self._subscriptions[request.request_id]

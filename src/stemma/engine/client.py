@@ -9,7 +9,7 @@ from typing import Protocol
 from stemma.budgets import Budget
 from stemma.config.settings import PoolSettings
 from stemma.engine.adapters import AdapterRegistry
-from stemma.engine.api import EngineStats, GenerationRequest, Prepared, RequestOutput
+from stemma.engine.api import EngineStats, GenerationRequest, Prepared, PromptProgress, RequestOutput
 from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.model.abilities import Abilities
@@ -89,6 +89,9 @@ class EngineClient(Protocol):
 
     def num_held_tokens(self, request_id: str) -> int:
         """Return how many computed tokens of a request are held, to be told with those of further steps."""
+
+    def progress(self, request_id: str) -> PromptProgress | None:
+        """Return how far the prompt of a request has come that `generate` has queued; None: it hasn't yet."""
 
     async def stats(self) -> EngineStats:
         """Return a consistent snapshot, taken between two steps."""

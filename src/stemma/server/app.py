@@ -15,6 +15,7 @@ from starlette.responses import Response
 from stemma import __version__
 from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
+from stemma.errors import NotFound
 from stemma.server.apis import (
     batches,
     embeddings,
@@ -49,7 +50,7 @@ from stemma.server.operator import (
 )
 from stemma.server.operator.dashboard import live, pages, tree
 from stemma.server.parts import close_parts, put_parts, running
-from stemma.server.routes import without_audience
+from stemma.server.routes import tell_refusal, without_audience
 from stemma.server.transport.headers import Entrance
 from stemma.server.web import pages as web_pages
 
@@ -156,6 +157,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answer unknown paths and methods."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path'][:_MAX_PATH_CHARS]}: {error.detail}"
+    tell_refusal(request, NotFound(message), "other", error.status_code)
     return json_response(openai_body(message, "invalid_request_error"), error.status_code, error.headers)
 
 

@@ -17,12 +17,10 @@ from stemma.server.access import Access
 from stemma.server.admission.ledger import Admission
 from stemma.server.answers.families import answer_format
 from stemma.server.apis import embeddings, openai_chat, openai_completions
-from stemma.server.apis.context import ApiContext
 from stemma.server.apis.responses import api as responses
 from stemma.server.apis.responses.store import OwnedStore, Stores
 from stemma.server.batches.batches import Batches
 from stemma.server.batches.calls import Handler, LocalCalls
-from stemma.server.generation import RequestRunner
 from stemma.server.history.parts import WrittenHistory
 from stemma.server.history.preparing import TurnPreparer
 from stemma.server.lifecycle import Lifecycle
@@ -30,12 +28,18 @@ from stemma.server.observe.explain import Explainer
 from stemma.server.observe.explanations import Explanations
 from stemma.server.observe.instruments import Instruments
 from stemma.server.observe.metrics import ServerMetrics
+from stemma.server.observe.refusals import Refusals
 from stemma.server.observe.usage_ledger import UsageLedger
 from stemma.server.observe.watches import Watches
 from stemma.server.operator.context import OperatorContext, alias_names
-from stemma.server.requests.intake import Intake
 from stemma.server.tenants.published import PublishedPrefixes
 from stemma.server.tenants.quotas import CacheQuotas
+from stemma.server.turn.build import TurnBuilder
+from stemma.server.turn.context import ApiContext
+from stemma.server.turn.intake import Intake
+from stemma.server.turn.observers import observers
+from stemma.server.turn.reports import Reports
+from stemma.server.turn.run import TurnRunner
 
 BATCH_ENDPOINTS: dict[str, Handler] = {
     "/v1/chat/completions": openai_chat.create_chat_completion,
@@ -68,20 +72,21 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
         Explainer(tokenizer, intake.in_thread, is_exact=server.report_granularity == "token"),
         DivergenceWindow(),
     )
+    state.refusals = Refusals(logs=server.log_requests)
+    metrics.register(state.refusals)
     quotas = CacheQuotas(access.keys, engine)
     state.turns = turns = TurnPreparer(engine, settings, lifecycle)
     metrics.register(turns)
-    state.runner = runner = RequestRunner(
+    rounded_to = None if server.report_granularity == "token" else settings.engine.cache.block_size
+    state.runner = runner = TurnRunner(
         engine,
         settings,
-        access,
         admission,
-        published,
         quotas,
-        instruments,
         lifecycle,
-        None if joiner is None else joiner.written,
-        turns,
+        metrics,
+        Reports(tokenizer, turns, instruments.explainer, rounded_to),
+        observers(engine, instruments, None if joiner is None else joiner.written, turns),
     )
 
     @cache
@@ -89,7 +94,8 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
         return tokenizer.decode([token_id], skip_special_tokens=False)
 
     form = answer_format(server.tool_parser, server.reasoning_parser, tokenizer.chat_template)
-    state.api = ApiContext(engine, settings, intake, runner, form, token_text)
+    builder = TurnBuilder(settings.requests, access, published)
+    state.api = ApiContext(engine, settings, intake, builder, runner, form, token_text)
     aliases, bundle_key = alias_names(settings), read_secret(server.bundle_key_file)
     state.operator = OperatorContext(
         engine,

@@ -103,6 +103,12 @@ class Router(APIRouter):
         return add
 
 
+def tell_refusal(request: Request, error: StemmaError, route: str, status: int) -> None:
+    """Tell whoever notes refusals in the app that serves `request`; proxies have none."""
+    if (refusals := getattr(request.app.state, "refusals", None)) is not None:
+        refusals.note(request, error, route, status)
+
+
 class AudienceRoute(APIRoute):
     """A route that checks who asks before its handler runs; made by `Router`."""
 
@@ -128,7 +134,9 @@ class AudienceRoute(APIRoute):
             except ClientDisconnected:
                 return Response(status_code=STATUS_CLIENT_CLOSED)
             except StemmaError as error:
-                return shape(error)
+                response = shape(error)
+                tell_refusal(request, error, self.path, response.status_code)
+                return response
             return response if not is_head else await _head_of(response)
 
         return guarded

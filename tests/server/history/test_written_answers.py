@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.server.history.written import SCOPE, written
 
-from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.model.tokenizer import Tokenizer
 from stemma.prefix.explain import MissReason, Parting
 from stemma.server.history.answers import MAX_AT_A_PLACE, WrittenAnswers, scope_of
-from stemma.server.history.following import Follower, RenderedRequest
+from stemma.server.history.following import HistoryReport
 from stemma.server.history.joining import HistoryJoiner
 from stemma.types import Tier, TokenArray
 
@@ -127,7 +127,7 @@ def told(joiner: HistoryJoiner, text: str, num_common: int, cached: tuple[int, .
         return joiner.tokenizer.encode(piece, add_special_tokens=False)
 
     tokens, history = joiner.prompt(SCOPE, text, encode)
-    request = RenderedRequest.of(GenerationRequest("one", tokens), history)
+    request = GenerationRequest("one", tokens)
     report = CacheReport(
         len(tokens),
         {Tier.DEVICE: num_common},
@@ -135,8 +135,7 @@ def told(joiner: HistoryJoiner, text: str, num_common: int, cached: tuple[int, .
         "cached sequences go on differently",
         parting=Parting(num_common, cached),
     )
-    follower = Follower(joiner.written, joiner.tokenizer, (), request, lambda _: 0)
-    return follower.told(RequestOutput("one", (), report, False, 0)).cache.miss_detail
+    return HistoryReport(joiner.tokenizer, request, history, lambda _: 0).of(report).miss_detail
 
 
 def test_the_sentence_counts_thinking_that_was_left_out(tokenizer: Tokenizer) -> None:

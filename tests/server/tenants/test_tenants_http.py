@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 from tests.server.scripted_engine import ScriptedEngine
 
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
@@ -20,8 +22,10 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ConfigError
 from stemma.insight.ledger import sqlite_url, usage
 from stemma.server.app import create_app
+from stemma.server.observe.collected import Collected
 from stemma.server.observe.usage_ledger import UsageLedger
 from stemma.server.tenants.keyfile import add_key
+from stemma.server.turn.build import Asked, Prompt
 from stemma.types import Tier, as_tokens
 
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a b c"}], "max_tokens": 3}
@@ -305,13 +309,14 @@ def test_a_row_counts_tokens_that_were_held_when_a_request_was_cut_off(
 ) -> None:
     file = tmp_path / "usage.db"
     ledger = UsageLedger(str(file), engine)
-    engine.held = {"a": 4, "b": 100}
     asked = GenerationRequest("a", as_tokens([1, 2]), SamplingParams())
-    entry = ledger.entry(asked, "tgi")
-    entry.ended(outcome)  # nothing was computed: no row
-    entry.seen(RequestOutput("a", (), CacheReport(2), is_finished, 3))
-    entry.ended(outcome)
-    entry.ended(outcome)
+    entry, answer = ledger.entry(asked, "tgi"), Collected.nothing(2)
+    entry.ended(answer, outcome)  # nothing was computed: no row
+    answer.take(RequestOutput("a", (), CacheReport(2), is_finished, 3))
+    entry.began(answer)
+    answer.num_held_tokens = 0 if is_finished else 4
+    entry.ended(answer, outcome)
+    entry.ended(answer, outcome)
     ledger.close()
     [row] = read_rows(file)
     assert (row["outcome"], row["output_tokens"]) == recorded
@@ -326,8 +331,11 @@ async def test_a_stream_that_the_client_leaves_is_recorded_with_what_was_held(
         server=ServerSettings.model_validate({"ledger": str(file)}),
     )
     state = create_app(engine, settings).state
-    asked = GenerationRequest("a", as_tokens([1, 2]), SamplingParams(max_tokens=9))
-    stream = state.runner.run_one(asked, "tgi")
+    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    request = Request({"type": "http", "headers": []}, receive=lambda: never)
+    prompt = Prompt(as_tokens([1, 2]))
+    asked = Asked(request_id="a", prompt=prompt, params=SamplingParams(max_tokens=9))
+    stream = await state.runner.start(request, [state.api.turns.build(request, "tgi", asked)])
     _, output = await anext(stream)
     engine.held = {"a": 4}
     await stream.aclose()

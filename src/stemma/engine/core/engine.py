@@ -10,7 +10,7 @@ import torch
 
 from stemma.budgets import Budget
 from stemma.config.settings import SchedulerSettings
-from stemma.engine.api import DraftCount, EngineStats, GenerationRequest, Prepared
+from stemma.engine.api import DraftCount, EngineStats, GenerationRequest, Prepared, PromptProgress
 from stemma.engine.budget.working_memory import MemoryPlan
 from stemma.engine.core.overlap import Flight, StepsAhead, WorkQueue, can_fly
 from stemma.engine.core.preparing import Preparation, preparation_of, prepared_by
@@ -171,6 +171,15 @@ class Engine:
         self._num_arrived += 1
         self._requests[request.request_id] = state
         self._scheduler.add(self._new_sequence(state))
+
+    def progress(self, request: GenerationRequest) -> PromptProgress:
+        """Return how far the prompt of a queued request has come. Any thread: it may be a step behind."""
+        num_tokens = len(request.prompt_token_ids)
+        state = self._requests.get(request.request_id)
+        if state is None or state.cache is None:
+            return PromptProgress(num_tokens)
+        num_computed = state.sequences[0].num_computed
+        return PromptProgress(num_tokens, state.cache.num_cached_tokens, min(num_tokens, num_computed))
 
     def prepare(self, request: CheckedRequest, max_tokens: int, on_end: Callable[[Prepared], None]) -> None:
         """Compute up to `max_tokens` of what isn't cached of a prompt, unless there is anything else to do.

@@ -20,6 +20,8 @@ class Caller:
     """As the client sent it in `x-request-id`, or made by us."""
     tenant: str = ""
     """Known once the key was checked; empty: there are no tenants."""
+    is_logged: bool = False
+    """Whether a line of the request log tells of it."""
     holding: Holding = field(default_factory=Holding)
     images: dict[str, ReadImage] = field(default_factory=dict)
     """Its images that were read, by their URL: each once, however often a part of the prompt is rendered."""

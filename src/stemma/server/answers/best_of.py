@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stemma.server.generation import CollectedSequence
+from stemma.server.observe.collected import CollectedSequence
 
 
 def keep_best(sequences: Sequence[CollectedSequence], n: int) -> Sequence[CollectedSequence]:

@@ -146,6 +146,10 @@ class AnswerReader:
         answer = parse(self.parser(), text)
         return answer if self.with_reasoning else replace(answer, reasoning="")
 
+    def tools_called(self, text: str) -> tuple[str, ...]:
+        """Return the names of the tools that a whole answer calls, in order."""
+        return tuple(call.name for call in self.read(text).calls)
+
     def parser(self) -> AnswerParser:
         """Return a parser for one choice."""
         inner: AnswerParser = PlainParser()

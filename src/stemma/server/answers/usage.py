@@ -7,7 +7,7 @@ from typing import Any
 
 from stemma import __version__
 from stemma.engine.api import CacheReport, DraftCount, RequestOutput
-from stemma.server.generation import Collected
+from stemma.server.observe.collected import Collected
 from stemma.server.observe.explain import explanation_of
 
 SYSTEM_FINGERPRINT = f"stemma-{__version__}"

@@ -11,9 +11,9 @@ from stemma.server.apis.pages import item_page
 from stemma.server.batches.records import BatchOrder
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
-from stemma.server.requests.body import read_object, validate
 from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.batches import BatchRequest
+from stemma.server.turn.body import read_object, validate
 
 router = Router(openai_error)
 

@@ -13,17 +13,18 @@ from starlette.responses import Response
 from stemma.engine.pooling import Pooling, Vector
 from stemma.errors import GenerationFailed
 from stemma.server.answers.usage import UsageMeter
-from stemma.server.apis.context import context_of
 from stemma.server.errors import json_response, openai_error
-from stemma.server.generation import Collected, new_request_id
+from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes
-from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.intake import Intake
-from stemma.server.requests.models import answered_by, check_model
-from stemma.server.requests.pooling import pooling_requests
-from stemma.server.requests.prompts import Cut, completion_prompts
 from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.pooling import EmbeddingRequest
+from stemma.server.turn.body import read_object, validate
+from stemma.server.turn.context import context_of
+from stemma.server.turn.intake import Intake
+from stemma.server.turn.models import answered_by, check_model
+from stemma.server.turn.pooling import pooling_asked
+from stemma.server.turn.prompts import Cut, completion_prompts
+from stemma.server.turn.run import new_request_id
 
 router = Router(openai_error)
 
@@ -45,8 +46,9 @@ async def create_embeddings(request: Request) -> Response:
         param="input",
     )
     request_id = new_request_id("embd")
-    asked = pooling_requests(request_id, prompts, Pooling(embedding.kind), body, adapter)
-    results = await context.runner.run_to_end(request, asked, "embeddings")
+    asked = pooling_asked(request_id, prompts, Pooling(embedding.kind), body, adapter)
+    turns = [context.turns.build(request, "embeddings", one) for one in asked]
+    results = await context.runner.run_to_end(request, turns)
     vectors = [vector_of(result) for result in results]
     head = {
         "id": request_id,

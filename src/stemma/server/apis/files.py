@@ -27,8 +27,8 @@ from stemma.server.batches.run import KEPT_S
 from stemma.server.batches.store import BatchStore
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes_form
-from stemma.server.requests.chunks import limited_chunks
 from stemma.server.routes import TENANT, Router
+from stemma.server.transport.incoming import limited_chunks
 
 router = Router(openai_error)
 upload_router = Router(openai_error, media_type=FORM_TYPE)

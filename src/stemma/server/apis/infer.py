@@ -8,23 +8,24 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import GenerationRequest, RequestOutput
 from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail, cached_header
-from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.errors import json_response, tgi_error
-from stemma.server.generation import new_request_id
+from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes
-from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.models import chosen_adapter
-from stemma.server.requests.prompts import check_tokens, last_tokens, text_prompt
-from stemma.server.requests.sampling import tgi_sampling
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.mindie import InferParameters, InferRequest
-from stemma.server.timed import TimedResult, TimedRun, run_timed, start_timed
 from stemma.server.transport.sse import EventStream, event, told_as
+from stemma.server.turn.body import read_object, validate
+from stemma.server.turn.build import Asked, Prompt, Turn
+from stemma.server.turn.context import ApiContext, context_of
+from stemma.server.turn.models import chosen_adapter
+from stemma.server.turn.prompts import check_tokens, last_tokens, text_prompt
+from stemma.server.turn.run import new_request_id, stream_header
+from stemma.server.turn.sampling import tgi_sampling
+from stemma.server.turn.timed import TimedResult, TimedRun, run_timed, start_timed
 from stemma.types import TokenArray, as_tokens
 
 router = Router(tgi_error)
@@ -58,17 +59,17 @@ async def _infer(request: Request, body: InferRequest) -> Response:
         cut = last_tokens(body.parameters.truncate)
         tokens = await text_prompt(context.intake, body.inputs, param="inputs", cut=cut, salt="")
     parameters = body.parameters
-    generation = one_sequence(context, "infer", tokens, parameters)
+    turn = one_sequence(context, request, "infer", tokens, parameters)
     if body.stream:
-        run = await start_timed(context.runner, request, generation, parameters.timeout)
-        source = _events(generation, run, parameters)
-        return EventStream(source, run.outputs, cached_header(run.cache), told_as(tgi_error))
-    result = await run_timed(context.runner, request, generation, parameters.timeout)
+        run = await start_timed(context.runner, request, turn, parameters.timeout)
+        source = _events(turn, run, parameters)
+        return EventStream(source, run.outputs, stream_header(run.outputs), told_as(tgi_error))
+    result = await run_timed(context.runner, request, turn, parameters.timeout)
     answer: dict[str, Any] = {"generated_text": result.sequence.text}
     if parameters.details:
         reason = finish_reason(result.sequence.finish_reason, result.sequence.stop_reason)
         ids = result.sequence.token_ids
-        answer["details"] = _details(generation, reason, ids, len(ids), result)
+        answer["details"] = _details(turn, reason, ids, len(ids), result)
     return json_response(answer, headers=cached_header(result.cache))
 
 
@@ -78,26 +79,25 @@ def token_prompt(context: ApiContext, ids: list[int], param: str, parameters: In
 
 
 def one_sequence(
-    context: ApiContext, api: str, tokens: TokenArray, parameters: InferParameters
-) -> GenerationRequest:
-    """Return the request for the engine; these shapes have a place for one sequence."""
+    context: ApiContext, request: Request, api: str, tokens: TokenArray, parameters: InferParameters
+) -> Turn:
+    """Return the turn; these shapes have a place for one sequence."""
     if parameters.best_of not in (None, 1):
         raise InvalidRequest("best_of is not supported in this shape", param="parameters.best_of")
     for name in ("decoder_input_details", "return_full_text"):
         if getattr(parameters, name):
             raise InvalidRequest(f"{name} is not supported in this shape", param=f"parameters.{name}")
-    return GenerationRequest(
-        new_request_id(api),
-        tokens,
-        tgi_sampling(context.intake, parameters),
+    asked = Asked(
+        request_id=new_request_id(api),
+        prompt=Prompt(tokens),
+        params=tgi_sampling(context.intake, parameters),
         adapter=chosen_adapter(context.engine, None, parameters.adapter_id),
         shows_steps=True,
     )
+    return context.turns.build(request, api, asked)
 
 
-async def _events(
-    generation: GenerationRequest, run: TimedRun, parameters: InferParameters
-) -> AsyncGenerator[bytes, None]:
+async def _events(turn: Turn, run: TimedRun, parameters: InferParameters) -> AsyncGenerator[bytes, None]:
     """Yield an event per output; the last one carries the whole text and, if asked for, the details."""
     texts: list[str] = []
     ids: list[int] = []
@@ -111,22 +111,24 @@ async def _events(
                 item["generated_text"] = "".join(texts)
                 if parameters.details:
                     reason = finish_reason(delta.finish_reason, delta.stop_reason)
-                    item["details"] = _details(generation, reason, ids, output.num_generated_tokens, output)
+                    item["details"] = _details(
+                        turn, reason, ids, output.num_generated_tokens, run.outputs.answers[0]
+                    )
             chunks.append(event(item))
         yield b"".join(chunks)
 
 
 def _details(
-    generation: GenerationRequest,
+    turn: Turn,
     reason: str,
     ids: list[int],
     num_generated: int,
-    told: RequestOutput | TimedResult,
+    told: Collected | TimedResult,
 ) -> dict[str, Any]:
     return {
         "finish_reason": reason,
         "generated_tokens": num_generated,
         "generated_token_ids": ids,
-        "seed": generation.params.seed,
+        "seed": turn.request.params.seed,
         "stemma": cache_detail(told.cache, told.queue_wait_s),
     }

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import GenerationRequest, SequenceDelta
+from stemma.engine.api import SequenceDelta
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.chat import AnswerReader, delta_of, message_of
@@ -17,16 +17,18 @@ from stemma.server.answers.events import CallStart, Content, Event, Reasoning
 from stemma.server.answers.logprobs import chat_logprobs
 from stemma.server.answers.prompt_logprobs import vllm_prompt_logprobs
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
-from stemma.server.apis.chat_turn import chat_turn
-from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.errors import json_response, openai_error
-from stemma.server.generation import Collected, OutputStream, new_request_id
+from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes
-from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.models import answered_by, check_model
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.transport.sse import DONE, EventStream, TextEvent, event, told_as
+from stemma.server.turn.body import read_object, validate
+from stemma.server.turn.build import Turn
+from stemma.server.turn.chat import ChatAsked, chat_turn
+from stemma.server.turn.context import ApiContext, context_of
+from stemma.server.turn.models import answered_by
+from stemma.server.turn.run import OutputStream, new_request_id
 from stemma.types import FinishReason
 
 router = Router(openai_error)
@@ -37,35 +39,26 @@ async def create_chat_completion(request: Request) -> Response:
     """Continue a conversation."""
     context = context_of(request)
     body = validate(ChatRequest, await read_object(request))
-    adapter = check_model(context.engine, body.model)
-    turn = await chat_turn(context, new_request_id("chatcmpl"), body, adapter)
-    generation, reader = turn.generation, turn.reader
+    turn = await chat_turn(context, request, ChatAsked(new_request_id("chatcmpl"), "chat", body))
     if body.stream:
-        outputs = await context.runner.start(request, [generation], "chat")
-        source = _events(context, body, generation, outputs, reader)
+        outputs = await context.runner.start(request, [turn])
+        source = _events(context, body, turn, outputs)
         return EventStream(source, outputs, told=told_as(openai_error, DONE))
-    [result] = await context.runner.run_to_end(request, [generation], "chat")
+    [result] = await context.runner.run_to_end(request, [turn])
     if body.prompt_logprobs is None:
-        return json_response(_completion(context, body, generation, result, reader))
-    return await context.intake.in_thread(
-        lambda: json_response(_completion(context, body, generation, result, reader))
-    )
+        return json_response(_completion(context, body, turn, result))
+    return await context.intake.in_thread(lambda: json_response(_completion(context, body, turn, result)))
 
 
-def _completion(
-    context: ApiContext,
-    body: ChatRequest,
-    generation: GenerationRequest,
-    result: Collected,
-    reader: AnswerReader,
-) -> dict[str, Any]:
+def _completion(context: ApiContext, body: ChatRequest, turn: Turn, result: Collected) -> dict[str, Any]:
+    reader = turn.reader
     extra: dict[str, Any] = {}
     if result.prompt_logprobs is not None and body.prompt_logprobs is not None:
         extra["prompt_logprobs"] = vllm_prompt_logprobs(
             context.token_text, result.prompt_logprobs, body.prompt_logprobs
         )
     if body.return_token_ids:
-        extra["prompt_token_ids"] = generation.vocabulary_ids.tolist()
+        extra["prompt_token_ids"] = turn.request.vocabulary_ids.tolist()
     choices = []
     for index, sequence in enumerate(keep_best(result.sequences, body.n or 1)):
         answer = reader.read(sequence.text)
@@ -80,10 +73,10 @@ def _completion(
             }
         )
     return {
-        "id": generation.request_id,
+        "id": turn.request.request_id,
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": answered_by(context.engine, generation.adapter),
+        "model": answered_by(context.engine, turn.request.adapter),
         "system_fingerprint": SYSTEM_FINGERPRINT,
         "choices": choices,
         "usage": UsageMeter.of([result]).usage(),
@@ -92,19 +85,15 @@ def _completion(
 
 
 async def _events(
-    context: ApiContext,
-    body: ChatRequest,
-    generation: GenerationRequest,
-    outputs: OutputStream,
-    reader: AnswerReader,
+    context: ApiContext, body: ChatRequest, turn: Turn, outputs: OutputStream
 ) -> AsyncGenerator[bytes, None]:
     """Yield the chunks: one with the role for each choice, then the parts, then usage if asked for."""
-    meter = UsageMeter()
+    reader, request = turn.reader, turn.request
     head: dict[str, Any] = {
-        "id": generation.request_id,
+        "id": request.request_id,
         "object": "chat.completion.chunk",
         "created": int(time.time()),
-        "model": answered_by(context.engine, generation.adapter),
+        "model": answered_by(context.engine, request.adapter),
         "system_fingerprint": SYSTEM_FINGERPRINT,
     }
     options = body.stream_options
@@ -119,21 +108,20 @@ async def _events(
     with_ids = bool(body.return_token_ids)
     # A chunk that is the same but for its text is written once, unless its counts change.
     is_plain = not (with_ids or with_counts)
-    streams = [
-        _ChoiceStream(context, i, reader, chunk, with_ids, is_plain) for i in range(generation.params.n)
-    ]
-    ids = {"prompt_token_ids": generation.vocabulary_ids.tolist()} if with_ids else {}
+    streams = [_ChoiceStream(context, i, reader, chunk, with_ids, is_plain) for i in range(request.params.n)]
+    ids = {"prompt_token_ids": request.vocabulary_ids.tolist()} if with_ids else {}
     chunks = [event(chunk(stream.choice(role)) | ids) for stream in streams]
-    async for index, output in outputs:
-        meter.seen(index, output)
+    async for _, output in outputs:
         if with_counts:
-            tail["usage"] = meter.counts()
+            tail["usage"] = UsageMeter.of(outputs.answers).counts()
         for delta in output.deltas:
             chunks += streams[delta.index].events(delta)
         if chunks:
             yield b"".join(chunks)
             chunks.clear()
-    last = event({**head, "choices": [], "usage": meter.usage()}) if with_usage else b""
+    last = (
+        event({**head, "choices": [], "usage": UsageMeter.of(outputs.answers).usage()}) if with_usage else b""
+    )
     yield last + DONE
 
 

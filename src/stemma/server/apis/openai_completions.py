@@ -10,26 +10,27 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import CacheReport, RequestOutput, SequenceDelta
+from stemma.engine.api import RequestOutput, SequenceDelta
 from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.logprobs import CompletionLogprobs, TextOf
 from stemma.server.answers.prompt_logprobs import entries, vllm_prompt_logprobs
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
-from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.errors import json_response, openai_error
-from stemma.server.generation import Collected, CollectedSequence, OutputStream, new_request_id
+from stemma.server.observe.collected import Collected, CollectedSequence
 from stemma.server.openapi import takes
-from stemma.server.requests.beam import candidates
-from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.models import answered_by, check_model
-from stemma.server.requests.prompts import completion_prompts, wanted_cut
-from stemma.server.requests.retention import generation_request
-from stemma.server.requests.sampling import completion_sampling
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.openai import CompletionRequest
 from stemma.server.transport.sse import DONE, EventStream, TextEvent, event, told_as
+from stemma.server.turn.body import read_object, validate
+from stemma.server.turn.build import Asked, Prompt
+from stemma.server.turn.context import ApiContext, context_of
+from stemma.server.turn.hints import hints_of
+from stemma.server.turn.models import answered_by, check_model
+from stemma.server.turn.prompts import completion_prompts, wanted_cut
+from stemma.server.turn.run import OutputStream, new_request_id
+from stemma.server.turn.sampling import candidates, completion_sampling
 from stemma.types import FinishReason, TokenArray
 
 router = Router(openai_error)
@@ -53,8 +54,20 @@ async def create_completion(request: Request) -> Response:
         salt=body.cache_salt or "",
     )
     response_id = new_request_id("cmpl")
-    generations = [
-        generation_request(f"{response_id}-{index}", tokens, wide, body, adapter, beam)
+    hints = hints_of(body)
+    turns = [
+        context.turns.build(
+            request,
+            "completions",
+            Asked(
+                request_id=f"{response_id}-{index}",
+                prompt=Prompt(tokens),
+                params=wide,
+                hints=hints,
+                adapter=adapter,
+                beam=beam,
+            ),
+        )
         for index, tokens in enumerate(prompts)
     ]
     echoes = await _echoes(context, body, prompts)
@@ -65,10 +78,10 @@ async def create_completion(request: Request) -> Response:
     if body.max_tokens == 0 and params.prompt_logprobs is None:
         return _echo_only(reply, prompts)
     if body.stream:
-        outputs = await context.runner.start(request, generations, "completions")
+        outputs = await context.runner.start(request, turns)
         told = told_as(openai_error, DONE)
         return EventStream(reply.events(outputs, prompts), outputs, told=told)
-    results = await context.runner.run_to_end(request, generations, "completions")
+    results = await context.runner.run_to_end(request, turns)
     if params.prompt_logprobs is None:
         return json_response(reply.whole(prompts, results))
     return await context.intake.in_thread(lambda: json_response(reply.whole(prompts, results)))
@@ -76,7 +89,7 @@ async def create_completion(request: Request) -> Response:
 
 def _echo_only(reply: _Reply, prompts: list[TokenArray]) -> Response:
     """Answer ``echo`` with ``max_tokens`` 0: the prompts, and nothing computed."""
-    meter = UsageMeter.of(Collected(CacheReport(len(tokens)), []) for tokens in prompts)
+    meter = UsageMeter.of(Collected.nothing(len(tokens)) for tokens in prompts)
     choices = [
         reply.choice(
             number * reply.n + copy,
@@ -199,7 +212,6 @@ class _Reply:
     async def events(self, outputs: OutputStream, prompts: list[TokenArray]) -> AsyncGenerator[bytes, None]:
         """Yield the chunks: echoes and ids of the prompts first, then text, then usage if asked for."""
         tail: dict[str, Any] = {"usage": None} if self._with_usage else {}
-        meter = UsageMeter()
         logprobs: dict[int, CompletionLogprobs] = {}
         chunks: list[bytes] = []
         texts: dict[int, TextEvent] = {}
@@ -215,9 +227,8 @@ class _Reply:
                 for choice, _ in self._echo(number, prompt, None)
             ]
         async for prompt_index, output in outputs:
-            meter.seen(prompt_index, output)
             if self._with_counts:
-                tail["usage"] = meter.counts()
+                tail["usage"] = UsageMeter.of(outputs.answers).counts()
             if prompt_index not in opened:
                 opened.add(prompt_index)
                 for choice, writer in self._echo(prompt_index, prompts[prompt_index], output):
@@ -244,5 +255,8 @@ class _Reply:
             if chunks:
                 yield b"".join(chunks)
                 chunks.clear()
-        last = event({**self.head, "choices": [], "usage": meter.usage()}) if self._with_usage else b""
+        last = b""
+        if self._with_usage:
+            usage = UsageMeter.of(outputs.answers).usage()
+            last = event({**self.head, "choices": [], "usage": usage})
         yield last + DONE

@@ -14,16 +14,16 @@ from starlette.responses import Response
 
 from stemma.engine.scoring import pairs_of, scoring_of
 from stemma.server.answers.usage import UsageMeter
-from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.embeddings import vector_of
 from stemma.server.errors import json_response, openai_error
-from stemma.server.generation import new_request_id
 from stemma.server.openapi import takes
-from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.models import answered_by, check_model
-from stemma.server.requests.pooling import pooling_requests, read_pairs
 from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.pooling import Document, RerankRequest, ScoreRequest
+from stemma.server.turn.body import read_object, validate
+from stemma.server.turn.context import ApiContext, context_of
+from stemma.server.turn.models import answered_by, check_model
+from stemma.server.turn.pooling import pooling_asked, read_pairs
+from stemma.server.turn.run import new_request_id
 
 router = Router(openai_error)
 
@@ -79,8 +79,9 @@ async def _scored(
         context.intake, scoring, pairs, body.instruction, param=param, salt=body.cache_salt or ""
     )
     request_id = new_request_id(api)
-    asked = pooling_requests(request_id, read.prompts, scoring.pooling, body, adapter)
-    results = await context.runner.run_to_end(request, asked, api)
+    asked = pooling_asked(request_id, read.prompts, scoring.pooling, body, adapter)
+    turns = [context.turns.build(request, api, one) for one in asked]
+    results = await context.runner.run_to_end(request, turns)
     vectors = [vector_of(result) for result in results]
     scores = [scoring.score([vectors[number] for number in numbers]) for numbers in read.numbers]
     head = {"id": request_id, "model": answered_by(context.engine, adapter)}

@@ -12,26 +12,27 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import GenerationRequest, RequestOutput
 from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.logprobs import FLOOR
 from stemma.server.answers.usage import cache_detail, cached_header
-from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.tgi_tokens import stream_tokens, token_entry
 from stemma.server.apis.vllm_generate import generate_vllm
 from stemma.server.errors import json_response, tgi_error
-from stemma.server.generation import Collected, CollectedSequence, OutputStream, new_request_id
+from stemma.server.observe.collected import Collected, CollectedSequence
 from stemma.server.openapi import takes
-from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.models import chosen_adapter
-from stemma.server.requests.prompts import last_tokens, text_prompt
-from stemma.server.requests.sampling import tgi_sampling, widen_to_best_of
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.tgi import TGIParameters, TGIRequest, VLLMGenerateRequest
 from stemma.server.transport.sse import EventStream, event, told_as
+from stemma.server.turn.body import read_object, validate
+from stemma.server.turn.build import Asked, Prompt, Turn
+from stemma.server.turn.context import ApiContext, context_of
+from stemma.server.turn.models import chosen_adapter
+from stemma.server.turn.prompts import last_tokens, text_prompt
+from stemma.server.turn.run import OutputStream, new_request_id, stream_header
+from stemma.server.turn.sampling import tgi_sampling, widen_to_best_of
 
 router = Router(tgi_error)
 
@@ -71,15 +72,24 @@ async def generate_at_root(request: Request) -> Response:
     return await _generate_whole(request, body, in_list=True)
 
 
-async def _prepare(context: ApiContext, body: TGIRequest, *, stream: bool) -> tuple[GenerationRequest, str]:
-    """Return the request for the engine, and the text of its prompt."""
+async def _prepare(
+    context: ApiContext, request: Request, body: TGIRequest, *, stream: bool
+) -> tuple[Turn, str]:
+    """Return the turn, and the text of its prompt."""
     adapter = chosen_adapter(context.engine, body.model, body.parameters.adapter_id)
     text = body.inputs if isinstance(body.inputs, str) else _join_parts(body.inputs)
     params = tgi_sampling(context.intake, body.parameters)
     params = widen_to_best_of(context.intake, params, body.parameters.best_of, stream=stream)
     cut = last_tokens(body.parameters.truncate)
     tokens = await text_prompt(context.intake, text, param="inputs", cut=cut, salt="")
-    return GenerationRequest(new_request_id("tgi"), tokens, params, adapter=adapter, shows_steps=True), text
+    asked = Asked(
+        request_id=new_request_id("tgi"),
+        prompt=Prompt(tokens),
+        params=params,
+        adapter=adapter,
+        shows_steps=True,
+    )
+    return context.turns.build(request, "tgi", asked), text
 
 
 def _join_parts(parts: list[dict[str, Any]]) -> str:
@@ -90,12 +100,12 @@ def _join_parts(parts: list[dict[str, Any]]) -> str:
 
 async def _generate_whole(request: Request, body: TGIRequest, *, in_list: bool) -> Response:
     context = context_of(request)
-    generation, text = await _prepare(context, body, stream=False)
-    [result] = await context.runner.run_to_end(request, [generation], "tgi")
+    turn, text = await _prepare(context, request, body, stream=False)
+    [result] = await context.runner.run_to_end(request, [turn])
     [sequence] = keep_best(result.sequences, 1)
     answer: dict[str, Any] = {"generated_text": _full_text(body.parameters, text, sequence.text)}
     if body.parameters.details or body.parameters.decoder_input_details:
-        answer["details"] = _details(context, generation, result, sequence, body.parameters)
+        answer["details"] = _details(context, turn, result, sequence, body.parameters)
     return json_response([answer] if in_list else answer, headers=cached_header(result.cache))
 
 
@@ -105,23 +115,23 @@ def _full_text(parameters: TGIParameters, prompt: str, generated: str) -> str:
 
 def _details(
     context: ApiContext,
-    generation: GenerationRequest,
+    turn: Turn,
     result: Collected,
     sequence: CollectedSequence,
     parameters: TGIParameters,
 ) -> dict[str, Any]:
     prefill: list[dict[str, Any]] = []
     if parameters.decoder_input_details:
-        prefill = [_token(context, token_id) for token_id in generation.prompt_token_ids.tolist()]
+        prefill = [_token(context, token_id) for token_id in turn.request.prompt_token_ids.tolist()]
         if result.prompt_logprobs is not None:
             for entry, logprob in zip(prefill[1:], result.prompt_logprobs.logprobs.tolist(), strict=True):
                 entry["logprob"] = max(logprob, FLOOR)
     return {
-        "prompt_tokens": len(generation.prompt_token_ids),
+        "prompt_tokens": len(turn.request.prompt_token_ids),
         "finish_reason": finish_reason(sequence.finish_reason, sequence.stop_reason),
         "generated_tokens": len(sequence.token_ids),
         "prefill": prefill,
-        "seed": generation.params.seed,
+        "seed": turn.request.params.seed,
         "tokens": _tokens(context, sequence),
         "stemma": cache_detail(result.cache, result.queue_wait_s),
     }
@@ -144,16 +154,16 @@ async def _generate_stream(request: Request, body: TGIRequest) -> Response:
             param="parameters.decoder_input_details",
         )
     context = context_of(request)
-    generation, text = await _prepare(context, body, stream=True)
-    outputs = await context.runner.start(request, [generation], "tgi")
-    source = _events(context, body.parameters, generation, text, outputs)
-    return EventStream(source, outputs, cached_header(outputs.first[1].cache), told_as(tgi_error))
+    turn, text = await _prepare(context, request, body, stream=True)
+    outputs = await context.runner.start(request, [turn])
+    source = _events(context, body.parameters, turn, text, outputs)
+    return EventStream(source, outputs, stream_header(outputs), told_as(tgi_error))
 
 
 async def _events(
     context: ApiContext,
     parameters: TGIParameters,
-    generation: GenerationRequest,
+    turn: Turn,
     prompt: str,
     outputs: OutputStream,
 ) -> AsyncGenerator[bytes, None]:
@@ -177,18 +187,18 @@ async def _events(
                     item["generated_text"] = _full_text(parameters, prompt, "".join(texts))
                     if parameters.details:
                         reason = finish_reason(delta.finish_reason, delta.stop_reason)
-                        item["details"] = _stream_details(generation, output, reason)
+                        item["details"] = _stream_details(turn, outputs.answers[0], reason)
                 chunks.append(event(item))
         if chunks:
             yield b"".join(chunks)
 
 
-def _stream_details(generation: GenerationRequest, output: RequestOutput, reason: str) -> dict[str, Any]:
+def _stream_details(turn: Turn, answer: Collected, reason: str) -> dict[str, Any]:
     return {
-        "prompt_tokens": len(generation.prompt_token_ids),
-        "input_length": len(generation.prompt_token_ids),
+        "prompt_tokens": len(turn.request.prompt_token_ids),
+        "input_length": len(turn.request.prompt_token_ids),
         "finish_reason": reason,
-        "generated_tokens": output.num_generated_tokens,
-        "seed": generation.params.seed,
-        "stemma": cache_detail(output.cache, output.queue_wait_s),
+        "generated_tokens": answer.num_generated_tokens,
+        "seed": turn.request.params.seed,
+        "stemma": cache_detail(answer.cache, answer.queue_wait_s),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stemma.engine.api import SequenceDelta
-from stemma.server.apis.context import ApiContext
+from stemma.server.turn.context import ApiContext
 
 
 def token_entry(context: ApiContext, token_id: int, logprob: float | None, text: str) -> dict[str, Any]:

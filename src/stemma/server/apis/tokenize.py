@@ -9,15 +9,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
-from stemma.server.apis.context import ApiContext, context_of
+from stemma.model.vision.prompt import vocabulary_ids
 from stemma.server.errors import json_response, openai_error, tgi_error
 from stemma.server.openapi import takes
-from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.models import check_model
-from stemma.server.requests.prompts import chat_prompt, check_length
 from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.mindie import DetokenizeRequest, TokenizeRequest, TokenizerRequest
 from stemma.server.schemas.openai import ChatRequest
+from stemma.server.turn.body import read_object, validate
+from stemma.server.turn.context import ApiContext, context_of
+from stemma.server.turn.models import check_model
+from stemma.server.turn.prompts import chat_prompt, check_length
 
 router = Router(openai_error)
 mindie_router = Router(tgi_error)
@@ -61,7 +62,8 @@ async def _tokenized(context: ApiContext, body: TokenizeRequest, raw: dict[str, 
     if body.prompt is not None:
         ids = await _encode(context, body.prompt, "prompt", add_special_tokens=special)
     else:
-        ids = (await chat_prompt(context.intake, _as_chat(context, raw))).vocabulary_ids.tolist()
+        prompt = await chat_prompt(context.intake, _as_chat(context, raw))
+        ids = vocabulary_ids(prompt.token_ids, prompt.images).tolist()
     texts = await _texts(context, ids) if body.return_token_strs else None
     return {
         "count": len(ids),

@@ -13,19 +13,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import GenerationRequest, RequestOutput
 from stemma.errors import InvalidRequest, UnknownModel
 from stemma.server.access import BYTES_TYPE, JSON_TYPE, owner_of
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail, cached_header
-from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.infer import one_sequence, token_prompt
 from stemma.server.apis.triton_binary import binary_outputs, infer_response, read_infer
 from stemma.server.errors import json_response, tgi_error
+from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes
-from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.models import served_names
-from stemma.server.requests.prompts import last_tokens, text_prompt
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.mindie import (
     InferParameters,
@@ -33,8 +29,14 @@ from stemma.server.schemas.mindie import (
     TritonInferRequest,
     TritonStopRequest,
 )
-from stemma.server.timed import TimedResult, TimedRun, run_timed, start_timed
 from stemma.server.transport.sse import EventStream, event, told_as
+from stemma.server.turn.body import read_object, validate
+from stemma.server.turn.build import Turn
+from stemma.server.turn.context import ApiContext, context_of
+from stemma.server.turn.models import served_names
+from stemma.server.turn.prompts import last_tokens, text_prompt
+from stemma.server.turn.run import stream_header
+from stemma.server.turn.timed import TimedResult, TimedRun, run_timed, start_timed
 
 router = Router(tgi_error, prefix="/v2")
 PLATFORM = "stemma"
@@ -126,9 +128,9 @@ async def infer(request: Request) -> Response:
         )
     parameters = tensor.parameters or body.parameters
     tokens = token_prompt(context, tensor.data, "inputs[0].data", parameters)
-    generation = one_sequence(context, "triton", tokens, parameters)
-    with _stoppable(request, body.id, generation):
-        result = await run_timed(context.runner, request, generation, parameters.timeout)
+    turn = one_sequence(context, request, "triton", tokens, parameters)
+    with _stoppable(request, body.id, turn):
+        result = await run_timed(context.runner, request, turn, parameters.timeout)
     ids = result.sequence.token_ids
     names = [output.name for output in body.outputs or ()] or ["output0"]
     outputs = [{"name": name, "shape": [1, len(ids)], "datatype": "UINT32", "data": ids} for name in names]
@@ -143,9 +145,9 @@ async def generate(request: Request) -> Response:
     """Continue ``text_input``."""
     context = _checked(request)
     body = validate(TritonGenerateRequest, await read_object(request))
-    generation = await _text_request(context, body)
-    with _stoppable(request, body.id, generation):
-        result = await run_timed(context.runner, request, generation, body.parameters.timeout)
+    turn = await _text_request(context, request, body)
+    with _stoppable(request, body.id, turn):
+        result = await run_timed(context.runner, request, turn, body.parameters.timeout)
     answer = _answer(context, body, result.sequence.text)
     if body.parameters.details:
         reason = finish_reason(result.sequence.finish_reason, result.sequence.stop_reason)
@@ -164,10 +166,10 @@ async def generate_stream(request: Request) -> Response:
     """Continue ``text_input``, piece by piece."""
     context = _checked(request)
     body = validate(TritonGenerateRequest, await read_object(request))
-    generation = await _text_request(context, body)
-    run = await start_timed(context.runner, request, generation, body.parameters.timeout)
-    source = _events(request, context, body, generation, run)
-    return EventStream(source, run.outputs, cached_header(run.cache), told_as(tgi_error))
+    turn = await _text_request(context, request, body)
+    run = await start_timed(context.runner, request, turn, body.parameters.timeout)
+    source = _events(request, context, body, turn, run)
+    return EventStream(source, run.outputs, stream_header(run.outputs), told_as(tgi_error))
 
 
 @router.post("/models/{model}/stopInfer", TENANT, openapi_extra=takes(TritonStopRequest))
@@ -191,7 +193,7 @@ def _checked(request: Request) -> ApiContext:
     return context
 
 
-async def _text_request(context: ApiContext, body: TritonGenerateRequest) -> GenerationRequest:
+async def _text_request(context: ApiContext, request: Request, body: TritonGenerateRequest) -> Turn:
     tokens = await text_prompt(
         context.intake,
         body.text_input,
@@ -199,7 +201,7 @@ async def _text_request(context: ApiContext, body: TritonGenerateRequest) -> Gen
         cut=last_tokens(body.parameters.truncate),
         salt="",
     )
-    return one_sequence(context, "triton", tokens, body.parameters)
+    return one_sequence(context, request, "triton", tokens, body.parameters)
 
 
 def _answer(context: ApiContext, body: TritonGenerateRequest, text: str) -> dict[str, Any]:
@@ -211,7 +213,7 @@ def _answer(context: ApiContext, body: TritonGenerateRequest, text: str) -> dict
     }
 
 
-def _details(reason: str, num_generated: int, told: RequestOutput | TimedResult) -> dict[str, Any]:
+def _details(reason: str, num_generated: int, told: Collected | TimedResult) -> dict[str, Any]:
     return {
         "finish_reason": reason,
         "generated_tokens": num_generated,
@@ -226,36 +228,36 @@ async def _events(
     request: Request,
     context: ApiContext,
     body: TritonGenerateRequest,
-    generation: GenerationRequest,
+    turn: Turn,
     run: TimedRun,
 ) -> AsyncGenerator[bytes, None]:
     parameters: InferParameters = body.parameters
-    with _stoppable(request, body.id, generation):
+    with _stoppable(request, body.id, turn):
         async for output in run.each():
             chunks: list[bytes] = []
             for delta in output.deltas:
                 item = _answer(context, body, delta.text)
                 if delta.finish_reason is not None and parameters.details:
                     reason = finish_reason(delta.finish_reason, delta.stop_reason)
-                    item["details"] = _details(reason, output.num_generated_tokens, output)
+                    item["details"] = _details(reason, output.num_generated_tokens, run.outputs.answers[0])
                 chunks.append(event(item | run.times.latest()))
             yield b"".join(chunks)
 
 
 @contextmanager
-def _stoppable(request: Request, client_id: str | None, generation: GenerationRequest) -> Iterator[None]:
+def _stoppable(request: Request, client_id: str | None, turn: Turn) -> Iterator[None]:
     """Let `stopInfer` find a request while it runs."""
     if client_id is None:
         yield
         return
     running = _running(request)
     key = (owner_of(request), client_id)
-    running.setdefault(key, set()).add(generation.request_id)
+    running.setdefault(key, set()).add(turn.request.request_id)
     try:
         yield
     finally:
         left = running[key]
-        left.discard(generation.request_id)
+        left.discard(turn.request.request_id)
         if not left:
             del running[key]
 

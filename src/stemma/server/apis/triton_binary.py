@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
-from stemma.server.requests.body import object_of, read_bytes
+from stemma.server.turn.body import object_of, read_bytes
 
 BINARY_HEADER = "inference-header-content-length"
 _MAX_DIGITS = 12

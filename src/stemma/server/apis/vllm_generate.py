@@ -9,19 +9,18 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import GenerationRequest
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.usage import cached_header
-from stemma.server.apis.context import context_of
 from stemma.server.errors import json_response, tgi_error
-from stemma.server.generation import OutputStream, new_request_id
-from stemma.server.requests.beam import candidates
-from stemma.server.requests.body import validate
-from stemma.server.requests.models import check_model
-from stemma.server.requests.prompts import last_tokens, text_prompt
-from stemma.server.requests.sampling import vllm_sampling
 from stemma.server.schemas.tgi import VLLMGenerateRequest
 from stemma.server.transport.sse import EventStream
+from stemma.server.turn.body import validate
+from stemma.server.turn.build import Asked, Prompt
+from stemma.server.turn.context import context_of
+from stemma.server.turn.models import check_model
+from stemma.server.turn.prompts import last_tokens, text_prompt
+from stemma.server.turn.run import OutputStream, new_request_id, stream_header
+from stemma.server.turn.sampling import candidates, vllm_sampling
 
 _END = b"\0"
 """Ends each piece of a stream in this shape."""
@@ -37,12 +36,15 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
     tokens = await text_prompt(
         context.intake, body.prompt, cut=last_tokens(body.truncate_prompt_tokens), salt=""
     )
-    generation = GenerationRequest(new_request_id("gen"), tokens, wide, beam=beam, adapter=adapter)
+    asked = Asked(
+        request_id=new_request_id("gen"), prompt=Prompt(tokens), params=wide, beam=beam, adapter=adapter
+    )
+    turn = context.turns.build(request, "vllm", asked)
     if body.stream:
-        outputs = await context.runner.start(request, [generation], "vllm")
-        headers = cached_header(outputs.first[1].cache)
+        outputs = await context.runner.start(request, [turn])
+        headers = stream_header(outputs)
         return EventStream(_pieces(outputs), outputs, headers, lambda error: _piece(tgi_error.body(error)))
-    [result] = await context.runner.run_to_end(request, [generation], "vllm")
+    [result] = await context.runner.run_to_end(request, [turn])
     texts = [body.prompt + sequence.text for sequence in keep_best(result.sequences, params.n)]
     return json_response({"text": texts}, headers=cached_header(result.cache))
 

@@ -1,105 +1,79 @@
-"""One request on its way through the engine: its answer is kept, and its cache report says more than that.
+"""An answer's ids are kept as it ends, and its cache report says what history knows of its prompt.
 
 The engine knows token ids alone. What happened to an answer's text before it came back is known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
-from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput, SequenceDelta
+from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.model.tokenizer import Tokenizer
 from stemma.prefix.explain import MissReason
 from stemma.prefix.image_ids import FIRST_IMAGE_ID, are_images
 from stemma.server.history.answers import WrittenAnswers
 from stemma.server.history.joining import History, Parted
-from stemma.server.history.next_turn import NextTurn
+from stemma.server.observe.collected import Collected, CollectedSequence, TurnObserver
 from stemma.types import FinishReason, TokenArray
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _REACH_TOKENS = 4
 """A prompt parts from an answer at most so many tokens behind the place where their texts part."""
 
 
-@dataclass(frozen=True, slots=True)
-class RenderedRequest(GenerationRequest):
-    """A request whose prompt was rendered, and whose answer may come back in a later one."""
+class AnswerKeeper(TurnObserver):
+    """Keeps the answers to one request."""
 
-    history: History | None = None
-    """None: exact history is off for it."""
-    next_turn: NextTurn | None = None
-    """None: what follows its answer can't be known."""
-    tools_of: Callable[[str], tuple[str, ...]] | None = None
-    """Names of the tools that an answer with this text calls; None: it has none to call."""
+    def __init__(self, written: WrittenAnswers, history: History, end_ids: Collection[int]) -> None:
+        """`end_ids`: ids that end answers."""
+        self._written = written
+        self._history = history
+        self._end_ids = end_ids
+        self._is_kept = False
 
-    @classmethod
-    def of(
-        cls,
-        request: GenerationRequest,
-        history: History | None,
-        next_turn: NextTurn | None = None,
-        tools_of: Callable[[str], tuple[str, ...]] | None = None,
-    ) -> RenderedRequest:
-        """Return `request` with its history."""
-        fields = {name: getattr(request, name) for name in GenerationRequest.__dataclass_fields__}
-        return cls(**fields, history=history, next_turn=next_turn, tools_of=tools_of)
+    async def finished(self, so_far: Collected) -> None:
+        """Keep them: the next turn may come as soon as the client has the last."""
+        self._keep(so_far)
 
-    def tools_called(self, text: str) -> tuple[str, ...]:
-        """Return the names of the tools that a whole answer calls."""
-        return () if self.tools_of is None else self.tools_of(text)
+    def ended(self, so_far: Collected, outcome: str) -> None:
+        """Keep those that had ended where others were cut off."""
+        self._keep(so_far)
+
+    def _keep(self, so_far: Collected) -> None:
+        if not self._is_kept:
+            self._is_kept = True
+            for sequence in so_far.sequences:
+                self._note(sequence)
+
+    def _note(self, sequence: CollectedSequence) -> None:
+        token_ids = sequence.token_ids
+        if sequence.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH) or not token_ids:
+            return
+        ends = {*self._end_ids, sequence.stop_reason}
+        if sequence.finish_reason is FinishReason.STOP and token_ids[-1] in ends:
+            token_ids = token_ids[:-1]
+        if token_ids:
+            self._written.keep(self._history.answer(token_ids))
 
 
-class Follower:
-    """Follows one request: `told` per output."""
+class HistoryReport:
+    """Puts into one request's cache report what its history knows."""
 
     def __init__(
         self,
-        written: WrittenAnswers | None,
         tokenizer: Tokenizer,
-        end_ids: Collection[int],
         request: GenerationRequest,
+        history: History | None,
         num_prepared: Callable[[CacheReport], int],
     ) -> None:
-        """`end_ids`: ids that end answers. `written`: None if nothing is kept.
-
-        `num_prepared` returns how many of its cached tokens idle time computed; it is asked once.
-        """
+        """`num_prepared` returns how many of its cached tokens idle time computed; it is asked once."""
         self._ask_prepared: Callable[[CacheReport], int] | None = num_prepared
         self._num_prepared = 0
-        self._written = written
         self._tokenizer = tokenizer
-        self._end_ids = end_ids
         self._request = request
-        self._history = request.history if isinstance(request, RenderedRequest) else None
-        self._token_ids: dict[int, list[int]] = {}
-        self._before: CacheReport | None = None
-        self._after: CacheReport | None = None
+        self._history = history
 
-    def told(self, output: RequestOutput) -> RequestOutput:
-        """Note an output; return it with a report that knows of the history."""
-        if self._history is not None and self._written is not None and self._request.beam is None:
-            for delta in output.deltas:
-                self._note(self._written, self._history, delta)
-        if self._after is None or output.cache is not self._before:
-            self._before, self._after = output.cache, self._report(output.cache)
-        return output if self._after is self._before else replace(output, cache=self._after)
-
-    def _note(self, written: WrittenAnswers, history: History, delta: SequenceDelta) -> None:
-        token_ids = self._token_ids.setdefault(delta.index, [])
-        token_ids.extend(delta.token_ids)
-        if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH) or not token_ids:
-            return
-        ends = {*self._end_ids, delta.stop_reason}
-        if delta.finish_reason is FinishReason.STOP and token_ids[-1] in ends:
-            token_ids.pop()
-        if token_ids:
-            written.keep(history.answer(token_ids))
-
-    def _report(self, cache: CacheReport) -> CacheReport:
+    def of(self, cache: CacheReport) -> CacheReport:
         """Return the report with the tokens that are as they were generated, and why it parts from them."""
         if self._ask_prepared is not None:
             self._num_prepared, self._ask_prepared = self._ask_prepared(cache), None

@@ -24,15 +24,15 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stemma.config.settings import Settings
-from stemma.engine.api import CacheReport, GenerationRequest, Prepared, RequestOutput
+from stemma.engine.api import CacheReport, GenerationRequest, Prepared
 from stemma.engine.client import EngineClient
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import StemmaError
 from stemma.prefix.keys import Namespace
-from stemma.server.history.following import RenderedRequest
 from stemma.server.history.idleness import Idleness, Worth
 from stemma.server.history.next_turn import NextTurn
 from stemma.server.lifecycle import Lifecycle
+from stemma.server.observe.collected import Collected, CollectedSequence, TurnObserver
 from stemma.types import FinishReason, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -45,25 +45,23 @@ _OPENING_TOKENS = 8
 """Last tokens of a prompt, which may open its answer: another turn needn't have them."""
 
 
-class OpenTurn:
-    """A request that is being answered, and its answer so far."""
+class OpenTurn(TurnObserver):
+    """A request that is being answered, and its answer once it is whole."""
 
-    def __init__(self, request: GenerationRequest, next_turn: NextTurn | None) -> None:
-        """`next_turn`: None, nothing after it is prepared."""
+    def __init__(
+        self, request: GenerationRequest, next_turn: NextTurn | None, close: Callable[[OpenTurn], None]
+    ) -> None:
+        """`next_turn`: None, nothing after it is prepared. `close` learns that it is over."""
         self.request, self.next_turn = request, next_turn
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.is_whole = False
-        """Its answer ended by itself, or at its limit."""
+        self.answer: CollectedSequence | None = None
+        """None: it didn't end by itself, or at its limit."""
+        self._close = close
 
-    def seen(self, output: RequestOutput) -> None:
-        """Note an output."""
-        if self.next_turn is None:
-            return
-        for delta in output.deltas:
-            self.text += delta.text
-            self.token_ids.extend(delta.token_ids)
-            self.is_whole = delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    def ended(self, so_far: Collected, outcome: str) -> None:
+        """Keep an answer that is whole."""
+        if so_far.sequences and so_far.sequences[0].finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            [self.answer] = so_far.sequences[:1]
+        self._close(self)
 
     def goes_on_in(self, tokens: TokenArray) -> bool:
         """Whether a prompt is a later turn of this conversation."""
@@ -128,8 +126,8 @@ class TurnPreparer(Collector):
         self._num_tokens = 0
         self._num_used_tokens = 0
 
-    def open(self, request: GenerationRequest) -> OpenTurn:
-        """Keep idle work away until `close`; what runs ends."""
+    def open(self, request: GenerationRequest, next_turn: NextTurn | None) -> OpenTurn:
+        """Keep idle work away until it has ended; what runs ends."""
         self._num_open += 1
         newest = self._newest
         self._idleness.came(goes_on=newest is not None and newest.goes_on_in(request.prompt_token_ids))
@@ -138,13 +136,11 @@ class TurnPreparer(Collector):
         for one in [one for one in self._waiting if one.goes_on_in(request.prompt_token_ids)]:
             self._waiting.remove(one)
         is_single = request.params.n == 1 and request.beam is None
-        if self._is_on and is_single and isinstance(request, RenderedRequest):
-            return OpenTurn(request, request.next_turn)
-        return OpenTurn(request, None)
+        return OpenTurn(request, next_turn if self._is_on and is_single else None, self._closed)
 
-    def close(self, turn: OpenTurn) -> None:
+    def _closed(self, turn: OpenTurn) -> None:
         """Note that a request ended; if its answer is whole, the turn after it waits for idle time."""
-        if turn.is_whole:
+        if turn.answer is not None and turn.next_turn is not None:
             self._waiting.append(turn)
         self._newest = turn
         self._num_open -= 1
@@ -237,7 +233,8 @@ class TurnPreparer(Collector):
         room = min(self._max_tokens, self._allowance.left())
         if room <= 0:
             return Prepared(was_cut=True)
-        one, other = await next_turn.prompts(turn.text, turn.token_ids)
+        assert turn.answer is not None
+        one, other = await next_turn.prompts(turn.answer.text, turn.answer.token_ids)
         tokens = one.token_ids[: _num_common(one.token_ids, other.token_ids)]
         request = turn.request
         wanted = GenerationRequest(

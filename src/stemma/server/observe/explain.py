@@ -11,12 +11,12 @@ where there are no tenants all clients share them, and only the operator sees it
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from starlette.requests import Request
 
-from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.engine.api import CacheReport
 from stemma.errors import InvalidRequest
 from stemma.model.tokenizer import Tokenizer
 from stemma.prefix.explain import MissReason
@@ -65,14 +65,11 @@ class Explainer:
         self._in_thread = in_thread
         self._is_exact = is_exact
 
-    async def explained(
-        self, generation: GenerationRequest, output: RequestOutput, *, quotes_cached: bool
-    ) -> RequestOutput:
-        """Return `output` with an explanation of its cache report, as exact as reports to clients may be."""
-        note = Explanation.of(generation, output.cache)
-        shown = await self.as_json(note, has_place=self._is_exact, quotes_cached=quotes_cached)
-        known = {one.name: getattr(output.cache, one.name) for one in fields(CacheReport)}
-        return replace(output, cache=ExplainedReport(**known, explanation=shown))
+    async def explained(self, note: Explanation, *, quotes_cached: bool) -> ExplainedReport:
+        """Return the report in `note`, one to a client, with an explanation as exact as they may be."""
+        told = await self.as_json(note, has_place=self._is_exact, quotes_cached=quotes_cached)
+        known = {one.name: getattr(note.cache, one.name) for one in fields(CacheReport) if one.init}
+        return ExplainedReport(**known, explanation=told)
 
     async def as_json(
         self, note: Explanation, *, has_place: bool = True, quotes_cached: bool = True

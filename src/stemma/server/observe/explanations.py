@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from stemma.engine.api import CacheReport, GenerationRequest
+from stemma.insight.divergence.window import DivergenceWindow
 from stemma.prefix.index import MAX_FOLLOWING
-from stemma.server.admission.caller import caller
+from stemma.server.observe.collected import Collected, TurnObserver
 
 MAX_EXPLANATIONS = 1024
 MAX_EXPLANATION_BYTES = 4 << 20
@@ -33,7 +35,7 @@ class Explanation:
     """The id of the HTTP request that it came with."""
 
     @classmethod
-    def of(cls, request: GenerationRequest, cache: CacheReport) -> Explanation:
+    def of(cls, request: GenerationRequest, cache: CacheReport, x_request_id: str = "") -> Explanation:
         """Return the note of `request`: O(1), whatever the prompt's length."""
         parting = cache.parting
         at = cache.num_cached_tokens if parting is None else parting.num_common_tokens
@@ -44,7 +46,7 @@ class Explanation:
             num_common_tokens=at,
             before=tuple(prompt[max(0, at - MAX_FOLLOWING) : at].tolist()),
             yours=tuple(prompt[at : at + MAX_FOLLOWING].tolist()),
-            x_request_id=caller().x_request_id,
+            x_request_id=x_request_id,
         )
 
     @property
@@ -92,3 +94,24 @@ class Explanations:
     def last(self) -> Explanation | None:
         """Return the newest note."""
         return next(reversed(self._notes.values()), None)
+
+
+class PartingNote(TurnObserver):
+    """Notes of one request where it parts from what is cached."""
+
+    def __init__(
+        self,
+        explanations: Explanations,
+        divergences: DivergenceWindow,
+        request: GenerationRequest,
+        x_request_id: str,
+    ) -> None:
+        self._explanations = explanations
+        self._divergences = divergences
+        self._request = request
+        self._x_request_id = x_request_id
+
+    def began(self, so_far: Collected) -> None:
+        """Keep both notes."""
+        self._explanations.add(Explanation.of(self._request, so_far.exact, self._x_request_id))
+        self._divergences.add(time.monotonic(), self._request, so_far.exact)

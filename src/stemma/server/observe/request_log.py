@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from stemma.server.admission.caller import caller
 from stemma.server.observe.watches import RequestRecord
 
 logger = logging.getLogger("stemma.requests")
-_SAFE = frozenset("-_.:/")
+_SAFE = frozenset("-_.:/[]{}")
 
 
 def show_log(name: str) -> None:
@@ -22,7 +23,16 @@ def show_log(name: str) -> None:
 
 def log_request(record: RequestRecord) -> None:
     """Log one line of ``key=value`` pairs, as `request_line` gives it."""
+    caller().is_logged = True
     logger.info(request_line(record))
+
+
+def log_refusal(route: str, status: int, reason: str, field: str, tenant: str) -> None:
+    """Log one line for a request that was refused before the engine saw it."""
+    pairs = [("route", route), ("outcome", "refused"), ("status", status), ("reason", reason)]
+    pairs += [(name, _clean(value)) for name, value in (("field", field), ("tenant", tenant)) if value]
+    pairs.append(("x_request_id", caller().x_request_id))
+    logger.info(" ".join(f"{name}={value}" for name, value in pairs))
 
 
 def request_line(record: RequestRecord) -> str:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from stemma.engine.api import GenerationRequest, RequestOutput
+from stemma.engine.api import GenerationRequest
 from stemma.engine.client import EngineClient
 from stemma.insight.usage_record import UsageRecord
+from stemma.server.observe.collected import Collected, TurnObserver
 from stemma.server.observe.metrics import ServerMetrics
 
 if TYPE_CHECKING:
@@ -88,14 +89,9 @@ class UsageLedger(Collector):
         elif not committed.result():
             logger.error("not in the usage ledger, which refused it: %r", record)
 
-    def row(self, request: GenerationRequest, api: str, outcome: str, output: RequestOutput) -> UsageRecord:
-        """Return the row of a request whose last output is `output`.
-
-        If it was cut off there, tokens that the engine holds were computed for it as well. No output will
-        tell them, so nothing is counted twice.
-        """
-        cache = output.cache
-        num_held = 0 if output.finished else self._engine.num_held_tokens(request.request_id)
+    def row(self, request: GenerationRequest, api: str, outcome: str, answer: Collected) -> UsageRecord:
+        """Return the row of a request. What was computed for it and never told is counted as well."""
+        cache = answer.exact
         return UsageRecord(
             request_id=request.request_id,
             finished_at=time.time(),
@@ -105,7 +101,7 @@ class UsageLedger(Collector):
             outcome=outcome,
             hit_tokens=dict(cache.cached_by_tier),
             miss_tokens=cache.num_prompt_tokens - cache.num_cached_tokens,
-            output_tokens=output.num_generated_tokens + num_held,
+            output_tokens=answer.num_generated_tokens + answer.num_held_tokens,
         )
 
     def collect(self) -> Iterable[Metric]:
@@ -128,28 +124,27 @@ class UsageLedger(Collector):
             self._ledger.close()
 
 
-class LedgerEntry:
-    """One request: `seen` per output, then `committed` if it ended well, and `ended` in any case."""
+class LedgerEntry(TurnObserver):
+    """One request on its way into the ledger."""
 
     def __init__(self, ledger: UsageLedger, request: GenerationRequest, api: str) -> None:
         self._ledger = ledger
         self._request = request
         self._api = api
-        self._last: RequestOutput | None = None
+        self._has_begun = False
         self._is_recorded = False
 
-    def seen(self, output: RequestOutput) -> None:
-        """Note an output as the engine gave it."""
-        self._last = output
+    def began(self, so_far: Collected) -> None:
+        """From now on it costs something."""
+        self._has_begun = True
 
-    async def committed(self) -> None:
+    async def finished(self, so_far: Collected) -> None:
         """Record a whole answer and wait until the ledger has it."""
-        assert self._last is not None
         self._is_recorded = True
-        await self._ledger.commit(self._ledger.row(self._request, self._api, "ok", self._last))
+        await self._ledger.commit(self._ledger.row(self._request, self._api, "ok", so_far))
 
-    def ended(self, outcome: str) -> None:
+    def ended(self, so_far: Collected, outcome: str) -> None:
         """Record how it ended, if it did any work and isn't recorded yet; waits for nothing."""
-        if self._last is not None and not self._is_recorded and outcome in _RECORDED:
+        if self._has_begun and not self._is_recorded and outcome in _RECORDED:
             self._is_recorded = True
-            self._ledger.put(self._ledger.row(self._request, self._api, _RECORDED[outcome], self._last))
+            self._ledger.put(self._ledger.row(self._request, self._api, _RECORDED[outcome], so_far))

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
-from stemma.server.admission.caller import caller
+from stemma.engine.api import CacheReport, GenerationRequest
+from stemma.server.observe.collected import Collected, TurnObserver
 from stemma.server.observe.metrics import ServerMetrics, cached_share
 from stemma.types import FinishReason
 
@@ -84,9 +84,9 @@ class Watches:
         self.tenants: dict[str, TenantSums] = {}
         """By name, one for each tenant that has asked; empty name: no tenants."""
 
-    def watch(self, request: GenerationRequest, api: str) -> RequestWatch:
+    def watch(self, request: GenerationRequest, api: str, x_request_id: str = "") -> RequestWatch:
         """Start the clock for a request that came in over `api` (``chat``, ``completions``, ``tgi``...)."""
-        watch = RequestWatch(self, request, api)
+        watch = RequestWatch(self, request, api, x_request_id)
         self.running[request.request_id] = watch
         return watch
 
@@ -98,62 +98,58 @@ class Watches:
             observer(record)
 
 
-class RequestWatch:
-    """Times one request. `seen` per output; `done` exactly once."""
+class RequestWatch(TurnObserver):
+    """Times one request."""
 
-    def __init__(self, watches: Watches, request: GenerationRequest, api: str) -> None:
+    def __init__(self, watches: Watches, request: GenerationRequest, api: str, x_request_id: str) -> None:
         self._watches = watches
         self._metrics = watches.metrics
         self.request = request
         self.api = api
         self._trace_context = watches.capture()
-        self._x_request_id = caller().x_request_id
+        self._x_request_id = x_request_id
         self.arrived_at = watches.wall()
         """Seconds since 1970."""
         self._arrived = self._metrics.clock()
         self._first: float | None = None
-        self._finish_reason: FinishReason | None = None
-        self.last: RequestOutput | None = None
-        """The newest output."""
+        self.so_far: Collected | None = None
+        """The answer as far as it has come; None: it waits."""
 
     @property
     def age_s(self) -> float:
         """Seconds since its arrival."""
         return self._metrics.clock() - self._arrived
 
-    def seen(self, output: RequestOutput) -> None:
-        """Note an output."""
-        if self.last is None:
-            self._count(output.cache)
-        self.last = output
-        for delta in output.deltas:
-            if delta.finish_reason is not None:
-                self._metrics.finished.labels(delta.finish_reason.value).inc()
-                if delta.index == 0:
-                    self._finish_reason = delta.finish_reason
-        if self._first is None and output.num_generated_tokens:
-            self._first = self._metrics.clock()
-            first_token_s = self._first - self._arrived
-            self._metrics.ttft.observe(first_token_s)
-            self._metrics.ttft_by_share.labels(cached_share(output.cache)).observe(first_token_s)
-            self._metrics.queue_wait.observe(output.queue_wait_s)
-            self._metrics.prefill.observe(max(0.0, first_token_s - output.queue_wait_s))
-
-    def _count(self, cache: CacheReport) -> None:
-        owner = self.request.namespace.owner
+    def began(self, so_far: Collected) -> None:
+        """Count what it was given."""
+        self.so_far = so_far
+        owner, cache = self.request.namespace.owner, so_far.cache
         self._metrics.started(owner, cache)
         sums = self._watches.tenants.setdefault(owner, TenantSums())
         sums.requests += 1
         sums.prompt_tokens += cache.num_prompt_tokens
         sums.cached_tokens += cache.num_cached_tokens
 
-    def done(self, outcome: str) -> None:
-        """Record how it ended: ``ok``, ``error``, ``refused`` or ``aborted``."""
-        metrics, last = self._metrics, self.last
+    def spoke(self, so_far: Collected) -> None:
+        """Time its first token."""
+        self._first = self._metrics.clock()
+        first_token_s = self._first - self._arrived
+        self._metrics.ttft.observe(first_token_s)
+        self._metrics.ttft_by_share.labels(cached_share(so_far.cache)).observe(first_token_s)
+        self._metrics.queue_wait.observe(so_far.queue_wait_s)
+        self._metrics.prefill.observe(max(0.0, first_token_s - so_far.queue_wait_s))
+
+    def ended(self, so_far: Collected, outcome: str) -> None:
+        """Record how it ended."""
+        metrics, started = self._metrics, self.so_far is not None
         metrics.requests.labels(self.api, outcome).inc()
         now = metrics.clock()
-        if outcome == "ok" and last is not None:
-            self._observe_whole(last, now)
+        reasons = [one.finish_reason for one in so_far.sequences]
+        for reason in reasons:
+            if reason is not None:
+                metrics.finished.labels(reason.value).inc()
+        if outcome == "ok" and started:
+            self._observe_whole(so_far, now)
         self._watches.ended(
             RequestRecord(
                 number=next(self._watches.numbers),
@@ -163,26 +159,26 @@ class RequestWatch:
                 outcome=outcome,
                 arrived_at=self.arrived_at,
                 num_prompt_tokens=len(self.request.prompt_token_ids),
-                num_generated_tokens=0 if last is None else last.num_generated_tokens,
+                num_generated_tokens=so_far.num_generated_tokens,
                 total_s=now - self._arrived,
-                cache=None if last is None else last.cache,
-                finish_reason=self._finish_reason,
-                queue_s=None if last is None else last.queue_wait_s,
-                load_s=0.0 if last is None else last.load_s,
+                cache=so_far.cache if started else None,
+                finish_reason=reasons[0] if reasons else None,
+                queue_s=so_far.queue_wait_s if started else None,
+                load_s=so_far.load_s,
                 first_token_s=None if self._first is None else self._first - self._arrived,
                 x_request_id=self._x_request_id,
                 trace_context=self._trace_context,
             )
         )
 
-    def _observe_whole(self, last: RequestOutput, now: float) -> None:
+    def _observe_whole(self, answer: Collected, now: float) -> None:
         metrics = self._metrics
         metrics.e2e.observe(now - self._arrived)
-        metrics.prompt_tokens.observe(last.cache.num_prompt_tokens)
-        metrics.generated_tokens.observe(last.num_generated_tokens)
+        metrics.prompt_tokens.observe(answer.cache.num_prompt_tokens)
+        metrics.generated_tokens.observe(answer.num_generated_tokens)
         if self._first is not None:
             metrics.decode.observe(now - self._first)
-            if last.num_generated_tokens > 1:
-                gap_s = (now - self._first) / (last.num_generated_tokens - 1)
+            if answer.num_generated_tokens > 1:
+                gap_s = (now - self._first) / (answer.num_generated_tokens - 1)
                 metrics.tpot.observe(gap_s)
                 metrics.gap.observe(gap_s)

@@ -28,12 +28,12 @@ from stemma.server.observe.tier_metrics import tiers_as_json
 from stemma.server.openapi import parameter, takes, takes_file
 from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.operator.prompts import PromptRequest, prewarm_prompt, prompt_tokens
-from stemma.server.requests.body import body_chunks, read_object, validate
-from stemma.server.requests.models import check_model
 from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import MAX_SALT_CHARS, Name, Priority, Salt, Ttl
 from stemma.server.tenants.namespace import tenant_namespace
+from stemma.server.turn.body import body_chunks, read_object, validate
+from stemma.server.turn.models import check_model
 from stemma.types import DEFAULT_PRIORITY, Retention, RetentionHint, Tier, TokenArray
 
 router = Router(openai_error, prefix="/admin/cache")

@@ -1,4 +1,4 @@
-"""`/admin/explain`: what one of the last requests got from the cache, and why not more."""
+"""`/admin/explain`: what one of the last requests got from the cache; `/admin/refusals`: who got nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from stemma.server.operator.context import context_of
 from stemma.server.routes import OPERATOR, Router
 
 router = Router(openai_error)
+
+
+@router.get("/admin/refusals", OPERATOR)
+async def refusals(request: Request) -> Response:
+    """The last requests that were refused, the newest first: which field, why, who asked."""
+    return json_response({"refusals": request.app.state.refusals.last()})
 
 
 @router.get("/admin/explain", OPERATOR, openapi_extra=parameter("request", {"type": "string"}))

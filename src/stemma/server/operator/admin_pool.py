@@ -16,10 +16,10 @@ from stemma.memory.tiers.pool.pool_store import PoolStatus
 from stemma.server.errors import json_response, openai_body, openai_error
 from stemma.server.openapi import takes
 from stemma.server.operator.context import OperatorContext, context_of
-from stemma.server.requests.body import read_object, validate
 from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import Name
+from stemma.server.turn.body import read_object, validate
 
 router = Router(openai_error)
 

@@ -13,12 +13,12 @@ from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
 from stemma.server.operator.context import context_of
 from stemma.server.operator.prompts import PromptRequest, prewarm_prompt, prompt_tokens
-from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.models import check_model
 from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import Name
 from stemma.server.tenants.published import Published
+from stemma.server.turn.body import read_object, validate
+from stemma.server.turn.models import check_model
 
 router = Router(openai_error, prefix="/admin/cache")
 

@@ -18,8 +18,8 @@ from stemma.server.observe.instruments import Instruments
 from stemma.server.observe.metric_aliases import Names
 from stemma.server.observe.mindie_metrics import MINDIE_NAMES
 from stemma.server.observe.vllm_metrics import VLLM_NAMES
-from stemma.server.requests.intake import Intake
 from stemma.server.tenants.published import PublishedPrefixes
+from stemma.server.turn.intake import Intake
 
 ALIASES = {"vllm": VLLM_NAMES, "mindie": MINDIE_NAMES}
 

@@ -17,10 +17,10 @@ from stemma.errors import AdapterError, InvalidRequest, NotFound
 from stemma.server.errors import openai_error
 from stemma.server.openapi import takes
 from stemma.server.operator.context import OperatorContext, context_of
-from stemma.server.requests.body import read_object, validate
 from stemma.server.routes import OPERATOR, TEXT_TYPE, Router
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import Name
+from stemma.server.turn.body import read_object, validate
 
 router = Router(openai_error)
 _MAX_PATH = 4096

@@ -13,8 +13,8 @@ from stemma.server.observe.metric_aliases import render_aliases
 from stemma.server.observe.tier_metrics import engine_as_json
 from stemma.server.openapi import QueryNumber
 from stemma.server.operator.context import OperatorContext, context_of
-from stemma.server.requests.models import check_model, served_names
 from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, TEXT_TYPE, Router
+from stemma.server.turn.models import check_model, served_names
 
 open_router = Router(openai_error)
 """Needs no API key: load balancers ask it."""

@@ -20,8 +20,8 @@ from stemma.server.errors import json_response, openai_error, tgi_error
 from stemma.server.lifecycle import Maintenance
 from stemma.server.openapi import takes
 from stemma.server.operator.context import OperatorContext, context_of
-from stemma.server.requests.body import read_object
 from stemma.server.routes import OPERATOR, TENANT, Router
+from stemma.server.turn.body import read_object
 
 router = Router(tgi_error)
 command_router = Router(openai_error, other_shapes=(tgi_error,))

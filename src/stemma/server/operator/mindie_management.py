@@ -14,8 +14,8 @@ from stemma.engine.api import EngineStats
 from stemma.errors import Forbidden, InvalidRequest, UnknownModel
 from stemma.server.errors import json_response, openai_error, tgi_error
 from stemma.server.operator.context import OperatorContext, context_of
-from stemma.server.requests.models import served_names
 from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, Router
+from stemma.server.turn.models import served_names
 from stemma.types import Tier
 
 open_router = Router(openai_error, other_shapes=(tgi_error,))

@@ -11,13 +11,13 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.model.lora.adapter import Adapter
 from stemma.prefix.keys import Namespace
-from stemma.server.generation import new_request_id
 from stemma.server.operator.context import OperatorContext
-from stemma.server.requests.body import validate
-from stemma.server.requests.prompts import chat_prompt, completion_prompts
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import Messages, Name
 from stemma.server.schemas.openai import ChatRequest
+from stemma.server.turn.body import validate
+from stemma.server.turn.prompts import chat_prompt, completion_prompts
+from stemma.server.turn.run import new_request_id
 from stemma.types import NO_RETENTION, Retention, TokenArray
 
 

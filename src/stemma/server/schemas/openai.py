@@ -165,7 +165,11 @@ Prompt = Annotated[
 class CompletionRequest(OpenAIRequest):
     """Body of ``POST /v1/completions``."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_UNSUPPORTED, "suffix": ("",)}
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_UNSUPPORTED,
+        "suffix": ("",),
+        "thinking_token_budget": (),
+    }
 
     prompt: Prompt
     """Text, texts, token ids, or lists of token ids; checked item by item in `prompts.py`."""
@@ -226,6 +230,13 @@ class ThinkingRequest(RequestModel):
     """Qwen's."""
 
 
+PARTS = Kinds(
+    "parts",
+    spoken=frozenset({"text", "input_text", "output_text", "image_url", "refusal"}),
+    skipped=frozenset({"thinking", "redacted_thinking", "reasoning"}),
+    or_with="text",
+)
+"""Parts of a message."""
 _TOOLS = Kinds(
     "tools",
     spoken=frozenset({"function"}),
@@ -261,7 +272,7 @@ def _spoken_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | 
 class ChatRequest(OpenAIRequest, ContinuedRequest, ThinkingRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    kinds: ClassVar[Mapping[str, Kinds]] = {"tools": _TOOLS}
+    kinds: ClassVar[Mapping[str, Kinds]] = {"tools": _TOOLS, "messages.content": PARTS}
     nested: ClassVar[Mapping[str, type[RequestModel]]] = {
         **OpenAIRequest.nested,
         "thinking": ThinkingWish,

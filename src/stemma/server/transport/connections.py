@@ -72,6 +72,21 @@ def make_protocol(settings: ServerSettings) -> type[HttpToolsProtocol]:
     return LimitedProtocol
 
 
+class _UntilClosed(int):
+    """Length of a body that ends with its connection: uvicorn compares it, and subtracts from it."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> _UntilClosed:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One connection. Its deadline is that of the part of the request being read."""
 
@@ -149,6 +164,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._body_is_open = True
         self._start_clock(self.body_timeout_s)
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:  # it has no chunks
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _UntilClosed()
 
     def on_message_complete(self) -> None:
         """The request is whole: what follows is up to the application."""

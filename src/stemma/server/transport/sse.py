@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from stemma.errors import StemmaError
 from stemma.server.errors import ErrorShape
-from stemma.server.transport.disconnect import until_disconnected
+from stemma.server.transport.incoming import until_disconnected
 from stemma.server.transport.planes import DIRECT_SEND
 
 DONE = b"data: [DONE]\n\n"

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import CacheReport, GenerationRequest
+from stemma.engine.api import CacheReport
 from stemma.errors import GenerationFailed, InvalidRequest
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.usage import history_detail
-from stemma.server.apis.chat_turn import ChatTurn, chat_turn
-from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.messages.blocks import chat_fields
 from stemma.server.apis.messages.marks import Mark, marks_of, num_shared, ranges_of
 from stemma.server.apis.messages.output import ContentBlocks
 from stemma.server.apis.responses.output import new_id
 from stemma.server.errors import anthropic_error, json_response
-from stemma.server.generation import Collected, OutputStream
+from stemma.server.observe.collected import Collected
 from stemma.server.observe.explain import explanation_of
 from stemma.server.openapi import takes
-from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.models import answered_by, check_model
-from stemma.server.requests.prompts import chat_prompt
-from stemma.server.requests.retention import hint_of
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
-from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest, Turn
+from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest
+from stemma.server.schemas.messages import Turn as MessageTurn
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.transport.sse import EventStream, event
+from stemma.server.turn.body import read_object, validate
+from stemma.server.turn.build import Prompt, Turn
+from stemma.server.turn.chat import ChatAsked, chat_turn
+from stemma.server.turn.context import ApiContext, context_of
+from stemma.server.turn.hints import Hints, hint_of
+from stemma.server.turn.models import answered_by, check_model
+from stemma.server.turn.prompts import chat_prompt
+from stemma.server.turn.run import OutputStream
 from stemma.types import FinishReason, RetentionRange
 
 router = Router(anthropic_error)
@@ -41,22 +45,16 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     body = validate(MessagesRequest, await read_object(request))
-    adapter = check_model(context.engine, body.model)
     marks = marks_of(body)
     chat = validate(ChatRequest, _chat_fields(context, body))
-    turn = await chat_turn(context, new_id("msg"), chat, adapter)
-    if marks:
-        ends = [await _num_marked(context, body, mark, turn) for mark in marks]
-        ranges = ranges_of(marks, ends)
-        turn = replace(turn, generation=_kept(turn.generation, body, ranges))
-    else:
-        ranges = ()
-    reply = _Reply(context, turn, ranges, {} if body.context_management is None else _UNEDITED)
+    hinted = partial(_marked, context, body, chat, marks)
+    turn = await chat_turn(context, request, ChatAsked(new_id("msg"), "messages", chat, hinted=hinted))
+    reply = _Reply(context, turn, {} if body.context_management is None else _UNEDITED)
     if body.stream:
-        outputs = await context.runner.start(request, [turn.generation], "messages")
+        outputs = await context.runner.start(request, [turn])
         source = reply.events(outputs)
         return EventStream(source, outputs, told=lambda error: _event(anthropic_error.body(error)))
-    [result] = await context.runner.run_to_end(request, [turn.generation], "messages")
+    [result] = await context.runner.run_to_end(request, [turn])
     return json_response(reply.whole(result))
 
 
@@ -76,38 +74,46 @@ def _chat_fields(context: ApiContext, body: CountTokensRequest) -> dict[str, Any
     return chat_fields(body, strip_nonces=context.settings.server.strip_client_nonces)
 
 
-async def _num_marked(context: ApiContext, body: MessagesRequest, mark: Mark, turn: ChatTurn) -> int:
+async def _marked(
+    context: ApiContext,
+    body: MessagesRequest,
+    chat: ChatRequest,
+    marks: Sequence[Mark],
+    hints: Hints,
+    prompt: Prompt,
+) -> Hints:
+    """Return the hints with those of what is marked; what the body says itself holds everywhere."""
+    ends = [await _num_marked(context, body, chat, mark, prompt) for mark in marks]
+    ranges = tuple(
+        RetentionRange(one.num_tokens, hint_of(body.priority, body.cache_ttl_s, one.hint))
+        for one in ranges_of(marks, ends)
+    )
+    return replace(hints, retention=replace(hints.retention, ranges=ranges))
+
+
+async def _num_marked(
+    context: ApiContext, body: MessagesRequest, given: ChatRequest, mark: Mark, prompt: Prompt
+) -> int:
     """Return how many tokens lie before a mark: those that a prompt which ends there has in common.
 
     A mark on the tools or the system text counts up to the first turn.
     """
-    tokens = turn.generation.prompt_token_ids
     if mark.num_turns == len(body.messages):
-        return len(tokens)
-    head = body.messages[: mark.num_turns] or [Turn(role="user", content="")]
+        return len(prompt.token_ids)
+    head = body.messages[: mark.num_turns] or [MessageTurn(role="user", content="")]
     try:
         marked = CountTokensRequest(messages=head, system=body.system, tools=body.tools)
         fields = _chat_fields(context, marked)
         fields |= {"add_generation_prompt": False, "continue_final_message": False}
-        fields |= {"enable_thinking": turn.body.enable_thinking}
-        fields["chat_template_kwargs"] = turn.body.chat_template_kwargs
-        fields |= {"cache_salt": turn.body.cache_salt, "exact_history": turn.body.exact_history}
+        fields |= {"enable_thinking": given.enable_thinking}
+        fields["chat_template_kwargs"] = given.chat_template_kwargs
+        fields |= {"cache_salt": given.cache_salt, "exact_history": given.exact_history}
         chat = validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
-        adapter = turn.generation.adapter
-        prefix = await chat_prompt(context.intake, chat, adapter, turn.body.cache_salt or "")
+        adapter = check_model(context.engine, body.model)
+        prefix = await chat_prompt(context.intake, chat, adapter, given.cache_salt or "")
     except InvalidRequest:  # a template may refuse a conversation that ends here
         return 0
-    return num_shared(tokens, prefix.token_ids)
-
-
-def _kept(
-    generation: GenerationRequest, body: MessagesRequest, marked: Sequence[RetentionRange]
-) -> GenerationRequest:
-    """Return the request with the hints of what is marked; what the body says itself holds everywhere."""
-    ranges = tuple(
-        RetentionRange(one.num_tokens, hint_of(body.priority, body.cache_ttl_s, one.hint)) for one in marked
-    )
-    return replace(generation, retention=replace(generation.retention, ranges=ranges))
+    return num_shared(prompt.token_ids, prefix.token_ids)
 
 
 @dataclass(slots=True)
@@ -132,17 +138,11 @@ class _End:
 class _Reply:
     """One message, whole or as events."""
 
-    def __init__(
-        self,
-        context: ApiContext,
-        turn: ChatTurn,
-        marked: Sequence[RetentionRange],
-        extra: dict[str, Any],
-    ) -> None:
+    def __init__(self, context: ApiContext, turn: Turn, extra: dict[str, Any]) -> None:
         """`extra`: what its end says more."""
         self._context = context
         self._turn = turn
-        self._marked = marked
+        self._marked = turn.request.retention.ranges
         self._extra = extra
 
     def whole(self, result: Collected) -> dict[str, Any]:
@@ -160,11 +160,14 @@ class _Reply:
     async def events(self, outputs: OutputStream) -> AsyncGenerator[bytes, None]:
         """Yield the events."""
         blocks, parser, end = self._blocks(), self._turn.reader.parser(), _End()
-        cache, num_generated = outputs.first[1].cache, 0
-        message = self._message(blocks, self._usage(cache, 0))
-        yield _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
+        [answer] = outputs.answers
+        has_begun = False
         async for _, output in outputs:
-            num_generated, told = output.num_generated_tokens, []
+            told: list[dict[str, Any]] = []
+            if not has_begun:  # only now it is known what was reused
+                has_begun = True
+                message = self._message(blocks, self._usage(answer.cache, 0))
+                told += [{"type": "message_start", "message": message}, {"type": "ping"}]
             for delta in output.deltas:
                 told += blocks.feed(parser.feed(delta.text))
                 if delta.finish_reason is not None:
@@ -174,8 +177,12 @@ class _Reply:
                 yield b"".join(map(_event, told))
         if end.finish_reason is FinishReason.ABORT:
             raise GenerationFailed("the server ended this request before its answer was complete")
-        usage = self._usage(cache, num_generated)
-        last = {"type": "message_delta", "delta": end.of(blocks), "usage": usage, **self._extra}
+        last = {
+            "type": "message_delta",
+            "delta": end.of(blocks),
+            "usage": self._usage(answer.cache, answer.num_generated_tokens),
+            **self._extra,
+        }
         yield b"".join(map(_event, [*blocks.end(), last, {"type": "message_stop"}]))
 
     def _blocks(self) -> ContentBlocks:
@@ -183,10 +190,10 @@ class _Reply:
 
     def _message(self, blocks: ContentBlocks, usage: dict[str, Any]) -> dict[str, Any]:
         return {
-            "id": self._turn.generation.request_id,
+            "id": self._turn.request.request_id,
             "type": "message",
             "role": "assistant",
-            "model": answered_by(self._context.engine, self._turn.generation.adapter),
+            "model": answered_by(self._context.engine, self._turn.request.adapter),
             "content": blocks.blocks,
             "stop_reason": None,
             "stop_sequence": None,

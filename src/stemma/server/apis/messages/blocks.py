@@ -10,8 +10,8 @@ import orjson
 from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import image_url_part, text_part
 from stemma.server.apis.messages.tools import chat_tools, tool_choice
-from stemma.server.requests.client_nonces import without_nonces
 from stemma.server.schemas.messages import BLOCKS, CountTokensRequest, MessagesRequest, Turn
+from stemma.server.turn.client_nonces import without_nonces
 
 ChatMessage = dict[str, Any]
 

@@ -6,9 +6,8 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic_core import from_json
-
 from stemma.server.answers.events import CallArguments, CallStart, Content, Event, Reasoning
+from stemma.server.turn.call_arguments import call_arguments
 
 StreamEvent = dict[str, Any]
 
@@ -69,7 +68,7 @@ class ContentBlocks:
             return
         block, text = self.blocks[-1], "".join(self._pieces)
         if self._kind is CallStart:
-            block["input"] = _arguments(text)
+            block["input"] = call_arguments(text)
         else:
             block["thinking" if self._kind is Reasoning else "text"] = text
         told.append({"type": "content_block_stop", **self._place})
@@ -78,12 +77,3 @@ class ContentBlocks:
     @property
     def _place(self) -> dict[str, int]:
         return {"index": len(self.blocks) - 1}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; if it was cut off, the complete ones."""
-    try:
-        parsed = from_json(text or "{}", allow_partial=True)
-    except ValueError:
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {}

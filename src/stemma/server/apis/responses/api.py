@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,6 @@ from stemma.errors import GenerationFailed, InvalidRequest, NotFound, StemmaErro
 from stemma.server.access import JSON_TYPE, owner_of
 from stemma.server.answers.events import AnswerParser
 from stemma.server.answers.usage import UsageMeter
-from stemma.server.apis.chat_turn import ChatTurn, chat_turn
-from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.pages import item_page
 from stemma.server.apis.responses.conversations import add_turn, conversation_of
 from stemma.server.apis.responses.items import ChatMessage, chat_fields, chat_messages, tools_of
@@ -27,17 +26,21 @@ from stemma.server.apis.responses.output import OutputItems, StreamEvent, new_id
 from stemma.server.apis.responses.store import Item, StoredResponse, Stores, stores_of
 from stemma.server.apis.responses.tools import chosen
 from stemma.server.errors import json_response, openai_error
-from stemma.server.generation import Collected, OutputStream
+from stemma.server.observe.collected import Collected
 from stemma.server.observe.ignored_hints import count_hint
 from stemma.server.openapi import takes
-from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.models import answered_by, check_model
-from stemma.server.requests.prompts import chat_prompt
-from stemma.server.requests.retention import hint_of
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.schemas.responses import ConversationName, InputTokensRequest, ResponsesRequest
 from stemma.server.transport.sse import EventStream, event
+from stemma.server.turn.body import read_object, validate
+from stemma.server.turn.build import Prompt, Turn
+from stemma.server.turn.chat import ChatAsked, chat_turn
+from stemma.server.turn.context import ApiContext, context_of
+from stemma.server.turn.hints import Hints, hint_of
+from stemma.server.turn.models import answered_by, check_model
+from stemma.server.turn.prompts import chat_prompt
+from stemma.server.turn.run import OutputStream
 from stemma.types import DEFAULT_PRIORITY, FinishReason, RetentionHint, TokenArray, as_tokens
 
 router = Router(openai_error)
@@ -53,21 +56,21 @@ async def create_response(request: Request) -> Response:
     """Answer ``input``, after the conversation of ``previous_response_id`` if that is given."""
     context, stores = context_of(request), stores_of(request)
     body = validate(ResponsesRequest, await read_object(request))
-    adapter = check_model(context.engine, body.model)
-    for asked in body.include or ():
-        count_hint(f"include.{asked}" if asked in KNOWN_INCLUDES else "include")
+    check_model(context.engine, body.model)
+    for name in body.include or ():
+        count_hint(f"include.{name}" if name in KNOWN_INCLUDES else "include")
     owner = owner_of(request)
     past = _past(stores, owner, body)
     history = [*past.messages, *chat_messages(body.input)]
     chat = validate(ChatRequest, chat_fields(body, _with_instructions(body, history)))
     response_id = new_id("resp")
-    turn = await chat_turn(context, response_id, chat, adapter, past.token_ids)
-    turn = _retained(stores, body, turn)
+    asked = ChatAsked(response_id, "responses", chat, past.token_ids, hinted=partial(_retained, stores, body))
+    turn = await chat_turn(context, request, asked)
     reply = _Reply(context, stores, body, turn, owner, history, past.items, whole_items(body.input))
     if body.stream:
-        outputs = await context.runner.start(request, [turn.generation], "responses")
+        outputs = await context.runner.start(request, [turn])
         return EventStream(reply.events(outputs), outputs)
-    [result] = await context.runner.run_to_end(request, [turn.generation], "responses")
+    [result] = await context.runner.run_to_end(request, [turn])
     return json_response(await reply.whole(result))
 
 
@@ -159,14 +162,13 @@ def _is_stored(stores: Stores, body: ResponsesRequest) -> bool:
     return body.store is not False and stores.responses.capacity > 0
 
 
-def _retained(stores: Stores, body: ResponsesRequest, turn: ChatTurn) -> ChatTurn:
-    """Return the turn with the hint that a stored conversation's blocks get, unless it brings its own."""
+async def _retained(stores: Stores, body: ResponsesRequest, hints: Hints, prompt: Prompt) -> Hints:
+    """Return the hints with that of a stored conversation's blocks, unless it brings its own."""
     if not _is_stored(stores, body):
-        return turn
+        return hints
     default = RetentionHint(STORED_PRIORITY, stores.responses.ttl_s)
     rest = hint_of(body.priority, body.cache_ttl_s, default)
-    retention = replace(turn.generation.retention, rest=rest)
-    return replace(turn, generation=replace(turn.generation, retention=retention))
+    return replace(hints, retention=replace(hints.retention, rest=rest))
 
 
 @dataclass(slots=True)
@@ -193,7 +195,7 @@ class _Reply:
         context: ApiContext,
         stores: Stores,
         body: ResponsesRequest,
-        turn: ChatTurn,
+        turn: Turn,
         owner: str,
         history: list[ChatMessage],
         past_items: list[Item],
@@ -266,7 +268,7 @@ class _Reply:
         if progress.was_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = await self._usage(progress)
-        held = np.concatenate((self._turn.generation.prompt_token_ids, as_tokens(progress.token_ids)))
+        held = np.concatenate((self._turn.request.prompt_token_ids, as_tokens(progress.token_ids)))
         self._add_to_conversation(progress, response, held)
         if _is_stored(self._stores, self._body):
             given = orjson.dumps([*self._past_items, *self._given_items])
@@ -311,12 +313,12 @@ class _Reply:
 
     def _response(self, status: str, progress: _Progress) -> dict[str, Any]:
         """Return the response as it stands."""
-        body, params = self._body, self._turn.generation.params
+        body, params = self._body, self._turn.request.params
         effort = body.reasoning.effort if body.reasoning is not None else None
         wanted = body.text.format if body.text is not None else None
         conversation = _conversation_id(body)
         return {
-            "id": self._turn.generation.request_id,
+            "id": self._turn.request.request_id,
             "object": "response",
             "created_at": self._created_at,
             "status": status,
@@ -325,7 +327,7 @@ class _Reply:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": answered_by(self._context.engine, self._turn.generation.adapter),
+            "model": answered_by(self._context.engine, self._turn.request.adapter),
             "output": progress.items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

@@ -10,7 +10,7 @@ import orjson
 
 from stemma.server.apis.responses.plain_input import PlainInput
 from stemma.server.apis.responses.tools import INPUT, OfferedTool, joined_name
-from stemma.server.requests.call_arguments import call_arguments
+from stemma.server.turn.call_arguments import call_arguments
 
 
 @dataclass(frozen=True, slots=True)

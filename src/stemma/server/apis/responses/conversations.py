@@ -19,10 +19,10 @@ from stemma.server.apis.responses.output import new_id
 from stemma.server.apis.responses.store import Item, StoredConversation, Stores, stores_of
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
-from stemma.server.requests.body import read_object, validate
 from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.bounds import MAX_MESSAGES
 from stemma.server.schemas.responses import ConversationItems, ConversationRequest
+from stemma.server.turn.body import read_object, validate
 from stemma.types import TokenArray
 
 router = Router(openai_error)

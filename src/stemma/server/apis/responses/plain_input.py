@@ -6,7 +6,7 @@ import json
 import re
 
 from stemma.server.apis.responses.tools import INPUT
-from stemma.server.requests.call_arguments import call_arguments
+from stemma.server.turn.call_arguments import call_arguments
 
 _HEAD = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _WHOLE = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*+', re.DOTALL)
@@ -50,8 +50,9 @@ class PlainInput:
             whole = _WHOLE.match(self._held)
             run = "" if whole is None else whole.group()
             rest = self._held[len(run) :]
-            if not rest and (half := _HALF.search(run)) is not None:
-                run, rest = run[: half.start()], half.group()
+            is_cut = len(rest) < _ESCAPE_CHARS and not rest.startswith('"')
+            if is_cut and (half := _HALF.search(run)) is not None:
+                run, rest = run[: half.start()], half.group() + rest
             found, self._held = found + _text(run), rest
             if rest.startswith('"'):
                 self._held, self._is_over = "", True

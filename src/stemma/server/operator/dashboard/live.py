@@ -79,7 +79,7 @@ async def snapshot(context: OperatorContext, since: int) -> dict[str, Any]:
 
 
 def _watch_as_json(watch: RequestWatch) -> dict[str, Any]:
-    last = watch.last
+    last = watch.so_far
     return {
         "request": watch.request.request_id,
         "api": watch.api,

@@ -10,7 +10,6 @@ from stemma.budgets import Budget, Holding
 from stemma.cluster.fleet import FleetMember, Outcome, Try
 from stemma.cluster.routers import Ask
 from stemma.errors import BodyTooLarge, InvalidRequest, OverBudget
-from stemma.server.requests.json_input import parse_json
 from stemma.server.routing.picker.endpoints import Endpoints
 from stemma.server.routing.picker.messages import (
     BUFFERED,
@@ -26,6 +25,7 @@ from stemma.server.routing.picker.messages import (
 from stemma.server.routing.prompts import is_streamed
 from stemma.server.routing.sending import outcome_of
 from stemma.server.routing.served_fleet import ServedFleet
+from stemma.server.turn.json_input import parse_json
 
 _MOST_ENDPOINTS = 3
 """The best server, and those that Envoy may try after it."""

@@ -13,11 +13,11 @@ from stemma.errors import InvalidRequest
 from stemma.server.access import tenant_of
 from stemma.server.admission.caller import caller
 from stemma.server.observe.ignored_hints import count_hint
-from stemma.server.requests.chunks import limited_chunks
-from stemma.server.requests.intake import intake_of
-from stemma.server.requests.json_input import parse_json
 from stemma.server.schemas.base import Kinds, RequestModel, objects_at
 from stemma.server.schemas.bounds import MAX_FIELDS, MAX_JSON_VALUES
+from stemma.server.transport.incoming import limited_chunks
+from stemma.server.turn.intake import intake_of
+from stemma.server.turn.json_input import parse_json
 
 M = TypeVar("M", bound=BaseModel)
 logger = logging.getLogger(__name__)

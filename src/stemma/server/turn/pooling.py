@@ -5,34 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stemma.engine.api import GenerationRequest
 from stemma.engine.pooling import Pooling
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.scoring import Scoring
 from stemma.errors import InvalidRequest
 from stemma.model.lora.adapter import Adapter
-from stemma.prefix.keys import Namespace
-from stemma.server.requests.intake import Intake
-from stemma.server.requests.prompts import check_length, text_prompt
-from stemma.server.requests.retention import hint_of
 from stemma.server.schemas.shared import KeptRequest
-from stemma.types import Retention, TokenArray
+from stemma.server.turn.build import Asked, Prompt
+from stemma.server.turn.hints import hints_of
+from stemma.server.turn.intake import Intake
+from stemma.server.turn.prompts import check_length, text_prompt
+from stemma.types import TokenArray
 
 _NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
 """Parameters of requests that give a vector: the least that budgets know."""
 
 
-def pooling_requests(
+def pooling_asked(
     name: str, prompts: Sequence[TokenArray], pooling: Pooling, body: KeptRequest, adapter: Adapter | None
-) -> list[GenerationRequest]:
-    """Return a request for the vector of each prompt; `name` begins their ids."""
+) -> list[Asked]:
+    """Return what is asked for the vector of each prompt; `name` begins their ids."""
+    hints = hints_of(body)
     return [
-        GenerationRequest(
-            f"{name}-{index}",
-            tokens,
-            _NO_ANSWER,
-            Namespace(salt=body.cache_salt or ""),
-            retention=Retention(hint_of(body.priority, body.cache_ttl_s)),
+        Asked(
+            request_id=f"{name}-{index}",
+            prompt=Prompt(tokens),
+            params=_NO_ANSWER,
+            hints=hints,
             pooling=pooling,
             adapter=adapter,
         )

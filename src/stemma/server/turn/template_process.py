@@ -11,16 +11,27 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from stemma.errors import InvalidRequest, TookTooLong
-from stemma.server.requests.conversation import Conversation
 
 _LENGTH = struct.Struct(">I")
 _PASSED_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "HOME")
 """The process gets no others: keys may be among them."""
 _START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The fields that a template renders."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    arguments: Mapping[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
 
 
 class TemplateProcess:
@@ -93,7 +104,7 @@ class TemplateProcess:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "stemma.server.requests.template_worker",
+                "stemma.server.turn.template_worker",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,

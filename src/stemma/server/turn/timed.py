@@ -11,10 +11,12 @@ from typing import Any
 
 from starlette.requests import Request
 
-from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.engine.api import CacheReport, RequestOutput
 from stemma.errors import GenerationFailed
-from stemma.server.generation import CollectedSequence, OutputStream, RequestRunner, until
-from stemma.server.transport.disconnect import unless_disconnected
+from stemma.server.observe.collected import CollectedSequence
+from stemma.server.transport.incoming import unless_disconnected
+from stemma.server.turn.build import Turn
+from stemma.server.turn.run import OutputStream, TurnRunner, until
 
 
 @dataclass(slots=True)
@@ -52,17 +54,12 @@ class Times:
 
 @dataclass(slots=True)
 class TimedRun:
-    """One request whose first output has arrived."""
+    """One request that the engine has taken."""
 
     outputs: OutputStream
     times: Times
     deadline: float | None
     """On the event loop's clock."""
-
-    @property
-    def cache(self) -> CacheReport:
-        """A report of what was reused."""
-        return self.outputs.first[1].cache
 
     async def each(self) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs. Raises GenerationFailed once the time limit is over."""
@@ -81,29 +78,24 @@ class TimedResult:
     times: Times
 
 
-async def start_timed(
-    runner: RequestRunner, request: Request, generation: GenerationRequest, timeout_s: float | None
-) -> TimedRun:
-    """Run `generation`, one sequence, and return once its first output is there.
+async def start_timed(runner: TurnRunner, request: Request, turn: Turn, timeout_s: float | None) -> TimedRun:
+    """Run `turn`, one sequence, and return once the engine has taken it.
 
     Raises GenerationFailed if that takes longer than `timeout_s`.
     """
     times = Times()
     deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-    api = generation.request_id.partition("-")[0]
     try:
         async with asyncio.timeout_at(deadline):
-            outputs = await runner.start(request, [generation], api)
+            outputs = await runner.start(request, [turn])
     except TimeoutError as error:
         raise _too_late() from error
     return TimedRun(outputs, times, deadline)
 
 
-async def run_timed(
-    runner: RequestRunner, request: Request, generation: GenerationRequest, timeout_s: float | None
-) -> TimedResult:
-    """Run `generation` to its end; abort it if the client leaves or the time limit is over."""
-    run = await start_timed(runner, request, generation, timeout_s)
+async def run_timed(runner: TurnRunner, request: Request, turn: Turn, timeout_s: float | None) -> TimedResult:
+    """Run `turn` to its end; abort it if the client leaves or the time limit is over."""
+    run = await start_timed(runner, request, turn, timeout_s)
     try:
         return await unless_disconnected(request, _to_end(run))
     finally:
@@ -111,20 +103,11 @@ async def run_timed(
 
 
 async def _to_end(run: TimedRun) -> TimedResult:
-    sequence = CollectedSequence()
-    texts: list[str] = []
-    queue_wait_s = 0.0
     async with aclosing(run.each()) as outputs:
-        async for output in outputs:
-            queue_wait_s = output.queue_wait_s
-            for delta in output.deltas:
-                texts.append(delta.text)
-                sequence.token_ids.extend(delta.token_ids)
-                if delta.finish_reason is not None:
-                    sequence.finish_reason = delta.finish_reason
-                    sequence.stop_reason = delta.stop_reason
-    sequence.text = "".join(texts)
-    return TimedResult(sequence, run.cache, queue_wait_s, run.times)
+        async for _ in outputs:
+            pass
+    [answer] = run.outputs.answers
+    return TimedResult(answer.sequences[0], answer.cache, answer.queue_wait_s, run.times)
 
 
 def _too_late() -> GenerationFailed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -14,12 +15,11 @@ from stemma.errors import InvalidRequest
 from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import Admission
 from stemma.server.history.joining import HistoryJoiner
-from stemma.server.requests.conversation import Conversation
-from stemma.server.requests.images import RequestImages
-from stemma.server.requests.known_texts import KnownTexts
-from stemma.server.requests.limits import largest_n
-from stemma.server.requests.template_process import TemplateProcess
-from stemma.server.requests.template_rules import TemplateRules
+from stemma.server.turn.images import RequestImages
+from stemma.server.turn.known_texts import KnownTexts
+from stemma.server.turn.template_process import Conversation, TemplateProcess
+from stemma.server.turn.template_rules import TemplateRules
+from stemma.types import TokenArray
 from stemma.workers import WorkerThreads
 
 T = TypeVar("T")
@@ -28,6 +28,11 @@ TOKENIZER_THREADS = 2
 """Tokenizers work outside the GIL; two keep a long prompt from delaying a short one."""
 MAX_CHARS_PER_TOKEN = 256
 """More than any common vocabulary's longest token: longer texts can't fit the context."""
+AT_ONCE_CHARS = 2048
+"""New characters that are tokenized on the event loop, in 0.3 ms, or in 2 if they are chosen to take long. A
+thread takes 0.1 to 3 ms to begin."""
+MOST_CHARS = 1 << 17
+"""Texts up to this length are looked for there, which takes less than a millisecond."""
 FOREIGN_TEMPLATE_TIMEOUT_S = 5.0
 """Time limit of a template sent in a request."""
 _PARSE_TIMEOUT_S = 30.0
@@ -47,7 +52,9 @@ class Intake:
     ) -> None:
         self.engine = engine
         self.settings = settings
-        self.largest_n = largest_n(settings)
+        runnable = settings.engine.scheduler.seats
+        self.largest_n = min(runnable, settings.requests.max_n or runnable)
+        """The most sequences that one request may ask for: as many as may, and can, run at once."""
         self.bodies: Budget = admission.bodies
         shares = not has_tenants and settings.engine.cache.enable_prefix_cache
         self.known_texts = KnownTexts() if shares else None
@@ -73,6 +80,32 @@ class Intake:
             )
         self.template_rules = TemplateRules.of(engine.tokenizer, sees=self.images is not None)
         self._parser = WorkerThreads(1, "stemma-parser", engine.supervisor)
+
+    async def tokenized(self, text: str, *, add_special_tokens: bool, salt: str | None) -> TokenArray:
+        """Return the ids of `text`: at once where little of it is new, else off the event loop.
+
+        `salt` is that of the namespace that a request is served in: others of that salt may get ids of the
+        same text without a tokenizer. None: nobody may. Raises ModelError, and TookTooLong after
+        `tokenize_timeout_s`.
+        """
+        tokenizer, known = self.engine.tokenizer, self.known_texts
+        if known is not None and salt is not None and len(text) <= MOST_CHARS:
+            most = 0 if tokenizer.cuts is None else AT_ONCE_CHARS
+            tokens = known.find(
+                tokenizer, text, salt, add_special_tokens=add_special_tokens, most_new_chars=most
+            )
+            if tokens is not None:
+                return tokens
+        return await self.tokenize_in_thread(
+            partial(self.tokenize, text, add_special_tokens=add_special_tokens, salt=salt)
+        )
+
+    def tokenize(self, text: str, *, add_special_tokens: bool, salt: str | None) -> TokenArray:
+        """Do the same, whatever it takes; for threads. Raises ModelError."""
+        tokenizer, known = self.engine.tokenizer, self.known_texts
+        if known is None or salt is None:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return known.encode(tokenizer, text, salt, add_special_tokens=add_special_tokens)
 
     async def tokenize_in_thread(self, work: Callable[[], T]) -> T:
         """Run `work`, which tokenizes a prompt, off the event loop: that takes 100s of ms on long prompts.

@@ -1,4 +1,4 @@
-"""The objects that every API works with."""
+"""The objects that every plane works with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
 from stemma.server.answers.families import AnswerFormat
 from stemma.server.answers.logprobs import TextOf
-from stemma.server.generation import RequestRunner
-from stemma.server.requests.intake import Intake
+from stemma.server.turn.build import TurnBuilder
+from stemma.server.turn.intake import Intake
+from stemma.server.turn.run import TurnRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class ApiContext:
     engine: EngineClient
     settings: Settings
     intake: Intake
-    runner: RequestRunner
+    turns: TurnBuilder
+    runner: TurnRunner
     answer_format: AnswerFormat
     token_text: TextOf
 

@@ -12,11 +12,11 @@ import numpy as np
 from stemma.model.lora.adapter import Adapter
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.answers.chat import AnswerReader, message_of
-from stemma.server.apis.context import ApiContext
 from stemma.server.history.token_texts import TokenTexts
-from stemma.server.requests.chat_template import ChatPrompt
-from stemma.server.requests.prompts import chat_prompt
 from stemma.server.schemas.openai import ChatRequest, Message
+from stemma.server.turn.build import Prompt
+from stemma.server.turn.context import ApiContext
+from stemma.server.turn.prompts import chat_prompt
 from stemma.types import TokenArray, as_tokens
 
 _NEW_TEXTS = ("Why?", "42")
@@ -35,13 +35,13 @@ class FollowingTurn:
     """Ids of the prompt, where the next one goes on from them; None: its text alone decides."""
     context: Context
 
-    async def prompts(self, text: str, token_ids: Sequence[int]) -> tuple[ChatPrompt, ChatPrompt]:
+    async def prompts(self, text: str, token_ids: Sequence[int]) -> tuple[Prompt, Prompt]:
         """Return the prompts of two turns that differ in their new text alone. Raises StemmaError."""
         answer = message_of(self.reader.read(text), self.reader.format.tools)
         one, other = [await self._prompt(answer, new, token_ids) for new in _NEW_TEXTS]
         return one, other
 
-    async def _prompt(self, answer: dict[str, Any], new: str, token_ids: Sequence[int]) -> ChatPrompt:
+    async def _prompt(self, answer: dict[str, Any], new: str, token_ids: Sequence[int]) -> Prompt:
         told = [Message.model_validate(one) for one in (answer, *_new_messages(answer, new))]
         body = self.body.model_copy(update={"messages": [*self.body.messages, *told]})
         prompt = await chat_prompt(self.api.intake, body, self.adapter, body.cache_salt or "")
@@ -50,7 +50,7 @@ class FollowingTurn:
         tokenizer, tokens = self.api.engine.tokenizer, prompt.token_ids
         known = np.concatenate((self.held, as_tokens(token_ids)))
         going_on = await self.api.intake.in_thread(lambda: continued(tokenizer, known, tokens))
-        return ChatPrompt(going_on, prompt.history, prompt.images)
+        return Prompt(going_on, prompt.history, prompt.images)
 
 
 def next_turn(

@@ -13,8 +13,8 @@ import orjson
 from pydantic_core import from_json
 
 from stemma.errors import InvalidRequest
-from stemma.server.requests.json_input import check_counts, depth_exceeds
 from stemma.server.schemas.bounds import MAX_JSON_DEPTH
+from stemma.server.turn.json_input import check_counts, depth_exceeds
 
 UNREADABLE = "input"
 """The one argument that holds a text which is no object."""

@@ -8,13 +8,13 @@ from typing import Any
 from stemma.engine.core.validation import NO_IMAGES
 from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import ImageSource, image_part, in_parts, name_of, text_part
-from stemma.server.requests.call_arguments import arguments_text, call_arguments
-from stemma.server.requests.template_roles import in_roles
-from stemma.server.requests.template_rules import REASONING_FIELDS, TemplateRules
-from stemma.server.schemas.openai import Message
+from stemma.server.schemas.openai import PARTS, Message
+from stemma.server.turn.call_arguments import arguments_text, call_arguments
+from stemma.server.turn.template_roles import REASONING_FIELDS, in_roles, reasoning_fields
+from stemma.server.turn.template_rules import TemplateRules
 
-_TEXTS = ("text", "input_text", "output_text")
-_DETAILS = "reasoning_details"
+_OTHER_NAMES = ("thinking", "reasoning_details")
+"""Other names for reasoning."""
 
 
 def template_messages(
@@ -42,7 +42,7 @@ def _rendered(message: Message, number: int, rules: TemplateRules, names: dict[s
     """Return a message but for a list of parts. `names`: of the calls so far, by their ids."""
     rendered = message.model_dump(exclude_none=True, exclude={"content"})
     where = f"messages[{number}]"
-    _take_reasoning(rendered, rules.reasoning)
+    _take_reasoning(rendered)
     if isinstance(message.content, str):
         rendered["content"] = message.content
     elif message.content is None and message.refusal is not None:
@@ -61,12 +61,12 @@ def _rendered(message: Message, number: int, rules: TemplateRules, names: dict[s
     return rendered
 
 
-def _take_reasoning(rendered: dict[str, Any], field: str) -> None:
-    """Leave the reasoning of an earlier answer where the template reads it, under whichever name it came."""
-    given = [rendered.pop(name, None) for name in (*REASONING_FIELDS, _DETAILS)]
+def _take_reasoning(rendered: dict[str, Any]) -> None:
+    """Leave the reasoning of an earlier answer where templates read it, under whichever name it came."""
+    given = [rendered.pop(name, None) for name in (*REASONING_FIELDS, *_OTHER_NAMES)]
     texts = [one if isinstance(one, str) else _detailed(one) for one in given]
     if text := next((text for text in texts if text), ""):
-        rendered[field] = text
+        rendered |= reasoning_fields(text)
 
 
 def _detailed(details: Any) -> str:
@@ -80,6 +80,7 @@ def _content(
     parts: list[dict[str, Any]], where: str, number: int, images: list[ImageSource] | None
 ) -> str | list[dict[str, str]]:
     """Return the text of all parts; with an image among them, the parts, whose images `images` gets."""
+    parts = [part for part in parts if PARTS.speaks(part)]
     if not any(part.get("type") == "image_url" for part in parts):
         return "\n".join(_text(part, where) for part in parts)
     if images is None:
@@ -99,9 +100,9 @@ def _content(
 
 
 def _text(part: dict[str, Any], where: str) -> str:
-    text = part.get("text")
-    if part.get("type") not in _TEXTS or not isinstance(text, str):
-        raise InvalidRequest(f"{where}: only text parts and images (image_url) are supported", param=where)
+    text = part.get("refusal" if part.get("type") == "refusal" else "text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where}: a part has no text", param=where)
     return text
 
 

@@ -17,8 +17,6 @@ from stemma.model.vision.sources import in_parts
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names under which templates read the reasoning of an earlier answer, the commonest first."""
 _A, _B, _C, _D = "Qaone", "Qbtwo", "Qcthree", "Qdfour"
 _LONG_ID, _SHORT_ID = "call_0123456789abcdef01234567", "abcdEF123"
 
@@ -43,8 +41,6 @@ class TemplateRules:
     """Ids of calls that aren't nine letters and digits."""
     argument_objects: bool = True
     """Arguments of calls as objects, written as JSON; else as text."""
-    reasoning: str = REASONING_FIELDS[0]
-    """The field under which it reads an earlier answer's reasoning."""
     reasoning_and_text: bool = True
     """Reasoning and text before a call."""
 
@@ -74,8 +70,7 @@ class _Probes:
         arguments: Any = {"Qkey": _A} if objects else f'{{"Qkey": "{_A}"}}'
         ids = not self._takes_calls(_SHORT_ID, arguments) or self._takes_calls(_LONG_ID, arguments)
         call = _calling(_LONG_ID if ids else _SHORT_ID, arguments)
-        reasoning = next((one for one in REASONING_FIELDS if self._shows_reasoning(one, call)), "")
-        both = {**call[1], "content": _B, (reasoning or REASONING_FIELDS[0]): _C}
+        both = {**call[1], "content": _B, "reasoning_content": _C}
         return TemplateRules(
             system=self._shows([_system(_A), _user(_B)], _A, _B),
             several_system=self._shows([_system(_A), _system(_B), _user(_C)], _A, _B, _C),
@@ -85,7 +80,6 @@ class _Probes:
             user_after_tool=self._shows([*call, _user(_D)], _D),
             long_ids=ids,
             argument_objects=objects,
-            reasoning=reasoning or REASONING_FIELDS[0],
             reasoning_and_text=self._rendered([call[0], both, call[2]]) is not None,
         )
 
@@ -106,9 +100,6 @@ class _Probes:
 
     def _takes_calls(self, call_id: str, arguments: Any) -> bool:
         return self._rendered(_calling(call_id, arguments)) is not None
-
-    def _shows_reasoning(self, field: str, call: Sequence[Message]) -> bool:
-        return self._shows([call[0], {**call[1], field: _C}, call[2]], _C)
 
     def _shows(self, messages: Sequence[Message], *words: str) -> bool:
         """Whether all words are in the prompt, in this order."""

@@ -7,22 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from stemma.config.settings import RequestSettings
 from stemma.errors import InvalidRequest, PromptTooLong
 from stemma.model.lora.adapter import Adapter
-from stemma.server.requests.chat_template import (
-    ChatPrompt,
+from stemma.server.schemas.bounds import MAX_INT32, MAX_PROMPTS
+from stemma.server.schemas.openai import ChatRequest, OpenAIRequest
+from stemma.server.turn.build import Prompt
+from stemma.server.turn.chat_template import (
     conversation_prompt,
     num_chars,
     template_arguments,
 )
-from stemma.server.requests.conversation import Conversation
-from stemma.server.requests.intake import MAX_CHARS_PER_TOKEN, Intake
-from stemma.server.requests.limits import fit_prompt
-from stemma.server.requests.template_messages import template_messages
-from stemma.server.requests.template_rules import TemplateRules
-from stemma.server.requests.tokenizing import tokenized
-from stemma.server.schemas.bounds import MAX_INT32, MAX_PROMPTS
-from stemma.server.schemas.openai import ChatRequest, OpenAIRequest
+from stemma.server.turn.intake import MAX_CHARS_PER_TOKEN, Intake
+from stemma.server.turn.template_messages import template_messages
+from stemma.server.turn.template_process import Conversation
+from stemma.server.turn.template_rules import TemplateRules
 from stemma.types import TokenArray, as_tokens
 
 Tokens = TypeVar("Tokens", TokenArray, list[int])
@@ -61,11 +60,23 @@ def check_tokens(intake: Intake, tokens: Tokens, param: str = "prompt", cut: Cut
         raise InvalidRequest("the prompt is empty", param=param)
     if cut is not None:
         tokens = cut.of(tokens)
-    tokens = fit_prompt(intake.settings.requests, tokens, param)
+    tokens = _fitted(intake.settings.requests, tokens, param)
     limit = intake.engine.max_model_len
     if len(tokens) >= limit:
         raise PromptTooLong.of(f"{len(tokens)} tokens", limit, param=param)
     return tokens
+
+
+def _fitted(limits: RequestSettings, tokens: Tokens, param: str) -> Tokens:
+    """Return `tokens`, truncated to the limit if the settings say so; else raise PromptTooLong."""
+    most = limits.max_input_tokens
+    if most is None or len(tokens) <= most:
+        return tokens
+    if limits.truncation == "left":
+        return tokens[-most:]
+    if limits.truncation == "right":
+        return tokens[:most]
+    raise PromptTooLong.of(f"{len(tokens)} tokens", most, param=param, counts="without output")
 
 
 def check_length(intake: Intake, num_chars: int, param: str) -> None:
@@ -85,7 +96,7 @@ async def completion_prompts(
 ) -> list[TokenArray]:
     """Return the token ids of each prompt in OpenAI's ``prompt``: text, texts, ids, or lists of ids.
 
-    `salt`: as `tokenized` has it. `param`: what the body calls them.
+    `salt`: as `Intake.tokenized` has it. `param`: what the body calls them.
     """
     options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "cut": cut, "salt": salt}
     options["param"] = param
@@ -136,21 +147,21 @@ async def text_prompt(
 ) -> TokenArray:
     """Return the token ids of one text, as far as `cut` leaves them.
 
-    `salt`: as `tokenized` has it.
+    `salt`: as `Intake.tokenized` has it.
     """
     if not text:
         raise InvalidRequest("the prompt is empty", param=param)
     check_length(intake, len(text), param)
-    tokens = await tokenized(intake, text, add_special_tokens=add_special_tokens, salt=salt)
+    tokens = await intake.tokenized(text, add_special_tokens=add_special_tokens, salt=salt)
     return check_tokens(intake, tokens, param, cut)
 
 
 async def chat_prompt(
     intake: Intake, body: ChatRequest, adapter: Adapter | None = None, salt: str | None = None
-) -> ChatPrompt:
+) -> Prompt:
     """Return a conversation as the checkpoint's template renders it, to be answered with `adapter`.
 
-    `salt`: as `tokenized` has it.
+    `salt`: as `Intake.tokenized` has it.
     """
     rules = intake.template_rules if body.chat_template is None else TemplateRules()
     messages, sources = template_messages(body.messages, sees=intake.images is not None, rules=rules)

@@ -9,27 +9,25 @@ and a memory limit in a process (`template_process.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from stemma.errors import InvalidRequest
-from stemma.model.vision.prompt import PromptImages, ReadImage, vocabulary_ids
+from stemma.model.vision.prompt import ReadImage
 from stemma.server.admission.caller import caller
 from stemma.server.history.answers import scope_of
-from stemma.server.history.joining import History, HistoryJoiner
+from stemma.server.history.joining import HistoryJoiner
 from stemma.server.observe.ignored_hints import count_hint
-from stemma.server.requests.conversation import Conversation
-from stemma.server.requests.intake import Intake
-from stemma.server.requests.thinking import EFFORT_TOKENS, VARIABLES, thinking_of
-from stemma.server.requests.tokenizing import tokenize, tokenized
 from stemma.server.schemas.bounds import (
     MAX_TEMPLATE_KWARGS,
     MAX_TEMPLATE_NUMBER,
     MAX_TEMPLATE_VALUE_CHARS,
 )
 from stemma.server.schemas.openai import ChatRequest
-from stemma.types import TokenArray
+from stemma.server.turn.build import Prompt
+from stemma.server.turn.intake import Intake
+from stemma.server.turn.template_process import Conversation
+from stemma.server.turn.thinking import EFFORT_TOKENS, VARIABLES, thinking_of
 
 _MAX_SHOWN_CHARS = 64
 _RESERVED = frozenset(
@@ -107,22 +105,6 @@ def _is_scalar(value: Any) -> bool:
     return value is None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChatPrompt:
-    """A conversation, rendered and tokenized."""
-
-    token_ids: TokenArray
-    history: History | None
-    """None: exact history is off for it."""
-    images: PromptImages | None = None
-    """None: it has none."""
-
-    @property
-    def vocabulary_ids(self) -> TokenArray:
-        """The ids with the model's placeholder where those of images stand."""
-        return vocabulary_ids(self.token_ids, self.images)
-
-
 async def conversation_prompt(
     intake: Intake,
     body: ChatRequest,
@@ -130,37 +112,37 @@ async def conversation_prompt(
     salt: str | None,
     adapter: str,
     images: Sequence[ReadImage],
-) -> ChatPrompt:
+) -> Prompt:
     """Return `conversation` with its images, tokenized. Raises InvalidRequest if the template fails.
 
-    `salt`: as `tokenized` has it. `adapter`: key of the adapter that answers, which is part of where answers
-    are looked for.
+    `salt`: as `Intake.tokenized` has it. `adapter`: key of the adapter that answers, which is part of where
+    answers are looked for.
     """
     tokenizer, joiner = intake.engine.tokenizer, _joiner(intake, body)
     scope = scope_of(caller().tenant, body.cache_salt or "", adapter)
 
-    def prompt_of(text: str) -> ChatPrompt:
-        encode = partial(tokenize, intake, add_special_tokens=False, salt=salt)
+    def prompt_of(text: str) -> Prompt:
+        encode = partial(intake.tokenize, add_special_tokens=False, salt=salt)
         if images:
             assert intake.images is not None
             text = intake.images.reader.expand(text, images)
         tokens, history = (encode(text), None) if joiner is None else joiner.prompt(scope, text, encode)
         if not images:
-            return ChatPrompt(tokens, history)
+            return Prompt(tokens, history)
         assert intake.images is not None
         placed, found = intake.images.reader.place(tokens, images)
-        return ChatPrompt(placed, history, found)
+        return Prompt(placed, history, found)
 
     if body.chat_template is not None:
         foreign = await intake.render_foreign(body.chat_template, conversation)
         if joiner is None and not images:
-            return ChatPrompt(await tokenized(intake, foreign, add_special_tokens=False, salt=salt), None)
+            return Prompt(await intake.tokenized(foreign, add_special_tokens=False, salt=salt), None)
         return await intake.tokenize_in_thread(lambda: prompt_of(foreign))
     arguments = dict(conversation.arguments)
     if conversation.continue_final_message:
         arguments["continue_final_message"] = True
 
-    def render_and_tokenize() -> ChatPrompt:
+    def render_and_tokenize() -> Prompt:
         text = tokenizer.render_chat(
             conversation.messages,
             tools=conversation.tools,

@@ -11,14 +11,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from stemma.model.vision.sources import text_part
-from stemma.server.requests.template_rules import TemplateRules
+from stemma.server.turn.template_rules import TemplateRules
 
 Message = dict[str, Any]
+REASONING_FIELDS = ("reasoning_content", "reasoning")
+"""transformers adds ``thinking``, GPT-OSS's name."""
 _GAP = "\n\n"
 _LATE = "<system>\n{}\n</system>"
 """How a system message stands in a user's turn."""
 _ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SHORT_ID_CHARS = 9
+
+
+def reasoning_fields(text: str) -> Message:
+    """Return the reasoning of an earlier answer under the names that templates read it by."""
+    return dict.fromkeys(REASONING_FIELDS, text)
 
 
 def in_roles(messages: Sequence[Message], rules: TemplateRules) -> list[Message]:
@@ -53,7 +60,7 @@ def _renamed(message: Message, rules: TemplateRules) -> Message:
     if not rules.long_ids:
         message = _with_short_ids(message)
     if message.get("tool_calls") and not rules.reasoning_and_text and message.get("content"):
-        return _thought_before_call(message, rules.reasoning)
+        return _thought_before_call(message)
     return message
 
 
@@ -78,11 +85,12 @@ def _short_id(call_id: str) -> str:
     return "".join(digits)
 
 
-def _thought_before_call(message: Message, reasoning: str) -> Message:
+def _thought_before_call(message: Message) -> Message:
     """Return a message with the text before its calls as part of its reasoning, if it has one."""
-    if not message.get(reasoning) or not isinstance(message["content"], str):
+    thought = message.get(REASONING_FIELDS[0])
+    if not thought or not isinstance(message["content"], str):
         return message
-    return {**message, reasoning: f"{message[reasoning]}{_GAP}{message['content']}", "content": ""}
+    return {**message, **reasoning_fields(f"{thought}{_GAP}{message['content']}"), "content": ""}
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message]:

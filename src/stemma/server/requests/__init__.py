@@ -1,1 +1,0 @@
-"""From the bytes of a body to a checked `GenerationRequest`."""

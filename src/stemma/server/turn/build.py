@@ -1,0 +1,124 @@
+"""From what a plane read of a body to one turn: the engine's request, and what those who watch it need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from starlette.requests import Request
+
+from stemma.config.settings import RequestSettings
+from stemma.engine.api import GenerationRequest
+from stemma.engine.pooling import Pooling
+from stemma.engine.sampling.params import BeamParams, SamplingParams
+from stemma.errors import Unauthorized
+from stemma.model.lora.adapter import Adapter
+from stemma.model.vision.prompt import PromptImages
+from stemma.prefix.keys import Namespace
+from stemma.server.access import Access, tenant_of
+from stemma.server.admission.caller import Caller, caller
+from stemma.server.answers.chat import AnswerReader
+from stemma.server.history.joining import History
+from stemma.server.history.next_turn import NextTurn
+from stemma.server.observe.explain import is_asked
+from stemma.server.tenants.namespace import tenant_namespace
+from stemma.server.tenants.published import PublishedPrefixes
+from stemma.server.turn.hints import NO_HINTS, Hints, session_of
+from stemma.types import TokenArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """The tokens of one prompt."""
+
+    token_ids: TokenArray
+    history: History | None = None
+    """None: exact history is off for it."""
+    images: PromptImages | None = None
+    """None: it has none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Asked:
+    """What a plane reads from a body for one prompt. All else of a turn is the same for every plane."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    hints: Hints = NO_HINTS
+    adapter: Adapter | None = None
+    beam: BeamParams | None = None
+    pooling: Pooling | None = None
+    roles: tuple[str, ...] = ()
+    shows_steps: bool = False
+    reader: AnswerReader | None = None
+    """None: the answer's text is passed on as it is."""
+    next_turn: NextTurn | None = None
+    """None: what follows its answer can't be known."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One request on its way through the server: made once, by `TurnBuilder`."""
+
+    request: GenerationRequest
+    api: str
+    """Name of its plane: ``chat``, ``completions``, ``tgi``..."""
+    caller: Caller
+    asked: Asked
+    is_explained: bool = False
+    """Its client asked why what isn't reused isn't."""
+
+    @property
+    def reader(self) -> AnswerReader:
+        """What reads its answer; for planes that gave one."""
+        assert self.asked.reader is not None
+        return self.asked.reader
+
+    def tools_called(self, text: str) -> tuple[str, ...]:
+        """Return the names of the tools that a whole answer calls."""
+        reader = self.asked.reader
+        return () if reader is None or not reader.tools.schemas else reader.tools_called(text)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnBuilder:
+    """Makes the turns of one server. Every plane passes here: none forgets tenants or published prefixes."""
+
+    limits: RequestSettings
+    access: Access
+    published: PublishedPrefixes
+
+    def build(self, http: Request, api: str, asked: Asked) -> Turn:
+        """Return the turn. Raises Unauthorized without a tenant, where there are tenants."""
+        request = GenerationRequest(
+            request_id=asked.request_id,
+            prompt_token_ids=asked.prompt.token_ids,
+            params=self._limited(asked.params),
+            namespace=self._namespace(http, asked),
+            retention=asked.hints.retention,
+            beam=asked.beam,
+            pooling=asked.pooling,
+            adapter=asked.adapter,
+            session=asked.hints.session or session_of(http.headers),
+            roles=asked.roles,
+            images=asked.prompt.images,
+            shows_steps=asked.shows_steps,
+        )
+        return Turn(request, api, caller(), asked, is_asked(http))
+
+    def _limited(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with no more output than the operator allows."""
+        most = self.limits.max_output_tokens
+        if most is None or (params.max_tokens is not None and params.max_tokens <= most):
+            return params
+        return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+
+    def _namespace(self, http: Request, asked: Asked) -> Namespace:
+        """Return where its blocks are: the client's salt and adapter, in the tenant's part, or published."""
+        found = Namespace(salt=asked.hints.salt, adapter="" if asked.adapter is None else asked.adapter.key)
+        if self.access.keys is not None:
+            tenant = tenant_of(http)
+            if tenant is None:
+                raise Unauthorized("this path takes no request without an API key")
+            found = tenant_namespace(self.access.keys.secret, tenant.name, found)
+        return self.published.located(found, asked.prompt.token_ids)

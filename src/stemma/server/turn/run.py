@@ -1,0 +1,323 @@
+"""Run turns on the engine: budgets, errors, who watches, and the outputs of several prompts as one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from stemma.config.settings import Settings
+from stemma.engine.api import RequestOutput
+from stemma.engine.beam_search import run_beam_search
+from stemma.engine.client import EngineClient
+from stemma.errors import (
+    ClientDisconnected,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    ShuttingDown,
+    StemmaError,
+    TookTooLong,
+)
+from stemma.server.access import tenant_of
+from stemma.server.admission.ledger import Admission, Reserved
+from stemma.server.answers.usage import cached_header
+from stemma.server.lifecycle import Lifecycle
+from stemma.server.observe.collected import Collected, TurnObserver
+from stemma.server.observe.metrics import ServerMetrics
+from stemma.server.tenants.quotas import CacheQuotas
+from stemma.server.transport.incoming import unless_disconnected, until_disconnected
+from stemma.server.turn.build import Turn
+from stemma.server.turn.observers import Observe
+from stemma.server.turn.reports import Reports, TurnReports
+
+T = TypeVar("T")
+_LOOK_S = 0.05
+"""A stream's headers wait so long for what may still set the status, then until the engine has taken all."""
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+"""Outputs of the engine with the number of their prompt. Their cache reports are the engine's: what a client
+may see is in `Collected`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRunner:
+    """Runs the turns of one server."""
+
+    engine: EngineClient
+    settings: Settings
+    admission: Admission
+    quotas: CacheQuotas
+    lifecycle: Lifecycle
+    metrics: ServerMetrics
+    reports: Reports
+    observers: Sequence[Observe]
+
+    async def start(self, request: Request, turns: Sequence[Turn]) -> OutputStream:
+        """Run `turns` and return once the engine has taken them; raise if the client leaves before.
+
+        What refuses them raises here as a rule, so that it sets the HTTP status; what comes later is raised
+        where the stream is read.
+        """
+        await self.quotas.apply()
+        reserved = self._reserve(request, turns)
+        answers = [
+            Collected.nothing(len(one.request.prompt_token_ids), keeps_logprobs=False) for one in turns
+        ]
+        stream = self._run(turns, answers)
+        first = asyncio.ensure_future(_first(stream))
+        outputs = OutputStream(first, stream, answers, reserved)
+        try:
+            gone = asyncio.ensure_future(until_disconnected(request.receive))
+            try:
+                while not (first.done() or gone.done()):
+                    await asyncio.wait({first, gone}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                    if all(self.engine.progress(one.request.request_id) is not None for one in turns):
+                        break
+            finally:
+                gone.cancel()
+                await asyncio.gather(gone, return_exceptions=True)
+            if first.done():
+                first.result()
+            elif not gone.cancelled():
+                raise ClientDisconnected("the client closed the connection")
+        except BaseException:
+            await outputs.aclose()
+            raise
+        return outputs
+
+    async def run_to_end(self, request: Request, turns: Sequence[Turn]) -> list[Collected]:
+        """Run `turns` and return everything at once; abort them if the client leaves."""
+        await self.quotas.apply()
+        answers = _nothing_yet(turns, keeps_logprobs=True)
+        reserved = self._reserve(request, turns)
+        try:
+            await unless_disconnected(request, _drain(self._run(turns, answers)))
+        finally:
+            _return(reserved, answers)
+        if not all(one.is_finished for one in answers):
+            raise GenerationFailed("the engine ended a request without any output")
+        return answers
+
+    def _run(self, turns: Sequence[Turn], answers: Sequence[Collected]) -> Outputs:
+        """Yield the outputs of all turns; `answers` are filled."""
+        if len(turns) == 1:
+            return self._run_one(turns[0], answers[0], 0)
+        return self._run_several(turns, answers)
+
+    async def _run_one(self, turn: Turn, answer: Collected, index: int) -> Outputs:
+        """Yield `index` and the engine's outputs for one turn. Closing this early aborts it in the engine.
+
+        Raises what the engine raises, and GenerationFailed if the engine reports an error.
+        """
+        if self.lifecycle.draining:
+            raise ShuttingDown("the server is shutting down")
+        request, engine = turn.request, self.engine
+        observers = [one for observe in self.observers if (one := observe(turn)) is not None]
+        reports = self.reports.of(turn)
+        outcome = "aborted"
+        stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
+        outputs = self._limited(stream)
+        try:
+            async for output in outputs:
+                await self._take(output, answer, reports, observers)
+                if output.finished:
+                    outcome = "ok"
+                    for one in observers:
+                        await one.finished(answer)
+                yield index, output
+        except (InvalidRequest, Overloaded, ShuttingDown):
+            outcome = "refused"
+            raise
+        except StemmaError:
+            outcome = "error"
+            raise
+        finally:
+            if not answer.is_finished:
+                answer.num_held_tokens = engine.num_held_tokens(request.request_id)
+            for one in observers:
+                one.ended(answer, outcome)
+            await _close(outputs)
+            await _close(stream)
+            if outcome == "aborted":
+                await engine.abort(request.request_id)
+
+    async def _take(
+        self,
+        output: RequestOutput,
+        answer: Collected,
+        reports: TurnReports,
+        observers: Sequence[TurnObserver],
+    ) -> None:
+        """Add an output to `answer`, and tell who watches. Raises the output's error."""
+        has_begun, has_spoken = reports.has_begun, answer.num_generated_tokens > 0
+        if output.cache is not reports.last:
+            answer.exact, answer.cache = await reports.take(output.cache)
+        answer.take(output)
+        if not has_begun:
+            for one in observers:
+                one.began(answer)
+        if not has_spoken and answer.num_generated_tokens:
+            for one in observers:
+                one.spoke(answer)
+        output.raise_error()
+
+    def _limited(self, stream: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
+        """Return `stream`, for as long as the operator lets a request take."""
+        limit_s = self.settings.server.request_timeout_s
+        if limit_s is None:
+            return stream
+        late = TookTooLong(f"the request took more than {limit_s:g} s")
+        return until(asyncio.get_running_loop().time() + limit_s, stream, late)
+
+    async def _run_several(self, turns: Sequence[Turn], answers: Sequence[Collected]) -> Outputs:
+        """Yield the outputs of all turns as they come; the first error ends them all."""
+        queue: asyncio.Queue[tuple[int, RequestOutput] | StemmaError | None] = asyncio.Queue()
+
+        async def pump(index: int) -> None:
+            try:
+                async with aclosing(self._run_one(turns[index], answers[index], index)) as stream:
+                    async for item in stream:
+                        queue.put_nowait(item)
+            except StemmaError as error:
+                queue.put_nowait(error)
+            finally:
+                queue.put_nowait(None)
+
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(turns))]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, StemmaError):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield item
+            for task in tasks:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _reserve(self, request: Request, turns: Sequence[Turn]) -> Reserved:
+        """Take what `turns` need of every budget. Raises RateLimited, Overloaded or InvalidRequest."""
+        try:
+            return self.admission.reserve(tenant_of(request), [one.request for one in turns])
+        except StemmaError:
+            self.metrics.requests.labels(turns[0].api, "refused").inc()
+            raise
+
+    @contextmanager
+    def admitted(self, request: Request) -> Iterator[None]:
+        """Count work that generates nothing (tokenizing) as one request of the tenant. Raises RateLimited."""
+        with closing(self.admission.reserve_call(tenant_of(request))):
+            yield
+
+
+class OutputStream:
+    """The outputs of turns that the engine has taken.
+
+    `aclose` aborts what is still running; it is safe to call at any time, also before the first read.
+    """
+
+    def __init__(
+        self,
+        first: asyncio.Future[tuple[int, RequestOutput]],
+        rest: Outputs,
+        answers: list[Collected],
+        reserved: Reserved,
+    ) -> None:
+        """`reserved` is returned at the end."""
+        self.answers = answers
+        """All that was said so far, a prompt each."""
+        self._first: asyncio.Future[tuple[int, RequestOutput]] | None = first
+        self._reserved = reserved
+        self._rest = rest
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first output is there, and with it what was reused."""
+        return self._first is None or self._first.done()
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    def __anext__(self) -> Awaitable[tuple[int, RequestOutput]]:
+        if self._first is None:
+            return anext(self._rest)
+        first, self._first = self._first, None
+        return first
+
+    async def aclose(self) -> None:
+        """Abort what is still running."""
+        try:
+            if self._first is not None:
+                self._first.cancel()
+                await asyncio.gather(self._first, return_exceptions=True)
+            await self._rest.aclose()
+        finally:
+            _return(self._reserved, self.answers)
+
+
+def _nothing_yet(turns: Sequence[Turn], *, keeps_logprobs: bool) -> list[Collected]:
+    lengths = (len(one.request.prompt_token_ids) for one in turns)
+    return [Collected.nothing(length, keeps_logprobs=keeps_logprobs) for length in lengths]
+
+
+async def _first(stream: Outputs) -> tuple[int, RequestOutput]:
+    async for item in stream:
+        return item
+    raise GenerationFailed("the engine ended a request without any output")
+
+
+def _return(reserved: Reserved, answers: Sequence[Collected]) -> None:
+    """Return what wasn't used; what was computed counts, told or not."""
+    reserved.num_generated = sum(one.num_generated_tokens + one.num_held_tokens for one in answers)
+    reserved.close()
+
+
+async def _drain(stream: Outputs) -> None:
+    async with aclosing(stream):
+        async for _ in stream:
+            pass
+
+
+async def until(
+    deadline: float | None, stream: AsyncIterator[T], late: StemmaError
+) -> AsyncGenerator[T, None]:
+    """Yield what `stream` yields; raise `late` at `deadline`, on the event loop's clock."""
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):  # never around the `yield`: another task may close this
+                output = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise late from error
+        yield output
+
+
+async def _close(stream: AsyncIterator[RequestOutput]) -> None:
+    if isinstance(stream, AsyncGenerator):
+        await stream.aclose()
+
+
+def stream_header(outputs: OutputStream) -> dict[str, str]:
+    """Return the header that says what was reused, for shapes without a place for it.
+
+    None if that isn't known yet.
+    """
+    return cached_header(outputs.answers[0].cache) if outputs.has_begun else {}
+
+
+def new_request_id(prefix: str) -> str:
+    """Return a fresh id, e.g. ``chatcmpl-4f1c...``."""
+    return f"{prefix}-{uuid.uuid4().hex}"
