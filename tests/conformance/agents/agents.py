@@ -47,6 +47,10 @@ class Agent:
     """"": its own name."""
     serves: str = ""
     """The name that it asks for the model by; "": that of its directory."""
+    num_moved: int = 0
+    """Tokens of its own text that it puts behind each turn anew, or writes otherwise than the answer did."""
+    shared: float = 0.9
+    """Part of the first prompt that stands before what the user says, in its second session."""
     says_turns: bool = False
     """Each step is a message of the user's, a line of stdin; else the first message is all that it gets."""
 
@@ -79,7 +83,8 @@ def _codex(place: Place) -> dict[str, str]:
     return {
         ".codex/config.toml": (
             f'model = "{place.model}"\nmodel_provider = "stemma"\ncheck_for_update_on_startup = false\n'
-            f'[model_providers.stemma]\nname = "Stemma"\nbase_url = "{place.url}/v1"\nwire_api = "responses"\n'
+            f'[model_providers.stemma]\nname = "Stemma"\nbase_url = "{place.url}/v1"\n'
+            'wire_api = "responses"\n'
             "[analytics]\nenabled = false\n"
         )
     }
@@ -124,9 +129,7 @@ def _openclaw(place: Place) -> dict[str, Any]:
     }
     settings = {
         "models": {"mode": "replace", "providers": {"stemma": provider}},
-        "agents": {
-            "defaults": {"model": {"primary": f"stemma/{place.model}"}, "workspace": str(place.work)}
-        },
+        "agents": {"defaults": {"model": {"primary": f"stemma/{place.model}"}, "workspace": str(place.work)}},
     }
     return {".openclaw/openclaw.json": settings}
 
@@ -167,11 +170,15 @@ _CLAUDE = Agent(
     lambda place, prompt: ["-p", "--dangerously-skip-permissions", prompt],
     _claude,
     dialect="claude",
+    num_moved=32,  # it adds a field to the arguments of an edit
+    shared=0.8,  # what it says of its surroundings comes behind the user's words
 )
 AGENTS = {
     "claude-code": _CLAUDE,
     "claude-code-no-betas": replace(
-        _CLAUDE, environment=lambda place: _claude(place, CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS="1")
+        _CLAUDE,
+        environment=lambda place: _claude(place, CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS="1"),
+        shared=0.85,
     ),
     "codex": _CODEX,
     # With a model that it knows, its tools are others: a patch in a grammar of its own.
@@ -214,13 +221,19 @@ AGENTS = {
         "node_modules/.bin/openclaw",
         lambda place, prompt: ["agent", "--local", "--session-id", os.urandom(8).hex(), "-m", prompt],
         files=_openclaw,
+        num_moved=256,  # the state of its processes is the last message, always
     ),
     "aider": Agent(
         "aider-chat",
         "aider/bin/aider",
         lambda place, prompt: [
             *("--model", f"openai/{place.model}", "--edit-format", "diff", "--no-git", "--no-auto-lint"),
-            *("--no-check-update", "--analytics-disable", "--no-show-model-warnings", "--no-show-release-notes"),
+            *(
+                "--no-check-update",
+                "--analytics-disable",
+                "--no-show-model-warnings",
+                "--no-show-release-notes",
+            ),
             *("--yes-always", "--no-pretty", "--no-fancy-input", "--no-detect-urls", "ledger.txt"),
         ],
         lambda place: {
@@ -228,6 +241,8 @@ AGENTS = {
             "OPENAI_API_KEY": "none",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         },
+        num_moved=1536,  # the file and its rules of editing are the last messages, always
+        shared=0.65,
         says_turns=True,
     ),
 }
@@ -248,7 +263,7 @@ def run(agent: Agent, place: Place, prompts: list[str], timeout_s: float) -> Ran
         file = place.home / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content if isinstance(content, str) else json.dumps(content))
-    [program] = INSTALLED.glob(agent.program)
+    program = min(INSTALLED.glob(agent.program))  # of several builds for this machine any
     process = subprocess.Popen(
         [str(program), *agent.arguments(place, prompts[0])],
         cwd=place.work,

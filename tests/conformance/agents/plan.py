@@ -1,7 +1,7 @@
 """What the scripted model says: ten answers that read and edit a file with the tools that an agent offers.
 
-A prompt tells all: the task names the dialect (whose tools), the file, and what was said so far tells the step. A prompt
-without the task, or without the tools (agents ask for titles), gets a short text.
+A prompt tells all: the task names the dialect (whose tools) and the file, what was said so far the step. A
+prompt without the task, or without the tools (agents ask for titles), gets a short text.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def answer(prompt: str, write_call: Callable[[Call], str]) -> str:
 
 
 def _offers(prompt: str, tool: str) -> bool:
-    return re.search(rf'(?:"name": ?"|<name>|type |declaration:|[("]){tool}\b', prompt) is not None
+    return f'"name": "{tool}"' in prompt
 
 
 def as_json(call: Call) -> str:

@@ -1,7 +1,7 @@
 """``stemma`` with a double of the model's choices. Arguments as for `stemma`.
 
-The engine computes every prompt; only the tokens that it draws are those of `plan.answer`. Where a grammar rules
-an answer, the script keeps out. Each exchange over HTTP is a line of the file that ``EXCHANGES`` names.
+The engine computes every prompt; only the tokens that it draws are those of `plan.answer`. Where a grammar
+rules an answer, the script keeps out. Each exchange over HTTP is a line of the file that ``EXCHANGES`` names.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from stemma.engine.sampling.constraints import Constraints
 from stemma.engine.sampling.state import SamplingState
 from stemma.model.tokenizer import Tokenizer
 from stemma.server import runtime
+from stemma.server.app import create_app
 from tests.conformance.agents.plan import answer, as_json
 
 EXCHANGES = "AGENT_EXCHANGES"
@@ -122,18 +123,17 @@ class Exchanges:
 
 def record(file: Path) -> None:
     """Have the server write its exchanges."""
-    create_app = runtime.create_app
 
     def recorded(*arguments: Any, **named: Any) -> Any:
         app = create_app(*arguments, **named)
         app.add_middleware(Exchanges, file=file)
         return app
 
-    runtime.create_app = recorded
+    runtime.create_app = recorded  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
-    engine.SamplingState = ScriptedState  # type: ignore[misc]
+    engine.SamplingState = ScriptedState  # type: ignore[attr-defined]
     if EXCHANGES in os.environ:
         record(Path(os.environ[EXCHANGES]))
     main()

@@ -1,4 +1,4 @@
-"""A checkpoint that computes long prompts quickly, with a tokenizer that knows the words of this repository."""
+"""A checkpoint that computes long prompts quickly, with a tokenizer that knows this repository's words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train_tokenizer(vocab_size: int = 4096) -> PreTrainedTokenizerFast:
     )
     pages = [file.read_text() for file in sorted((ROOT / "docs").glob("*.md"))]
     tokenizer.train_from_iterator(pages, trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
