@@ -393,6 +393,9 @@ class ServerSettings(SettingsModel):
     keep_alive_s: float = Field(default=10.0, gt=0.0)
     """How long an idle connection stays open. Clients must give it up first, since what is sent while it is
     being closed is lost: those on httpx, OpenAI's too, do after 5 s."""
+    stream_comment_s: float = Field(default=5.0, ge=0.0)
+    """A stream that has nothing to tell for so long sends a comment, so that no proxy gives it up meanwhile;
+    0: never."""
     tokenize_timeout_s: float = Field(default=30.0, gt=0.0)
     """Time limit for rendering and tokenizing one prompt."""
     request_timeout_s: float | None = Field(default=None, gt=0.0)

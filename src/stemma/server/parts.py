@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache
 
 from fastapi import FastAPI
 from starlette.datastructures import State
@@ -16,6 +15,7 @@ from stemma.insight.divergence.window import DivergenceWindow
 from stemma.server.access import Access
 from stemma.server.admission.ledger import Admission
 from stemma.server.answers.families import answer_format
+from stemma.server.answers.logprobs import TokenTexts
 from stemma.server.apis import embeddings, openai_chat, openai_completions
 from stemma.server.apis.responses import api as responses
 from stemma.server.apis.responses.store import OwnedStore, Stores
@@ -89,13 +89,9 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
         observers(engine, instruments, None if joiner is None else joiner.written, turns),
     )
 
-    @cache
-    def token_text(token_id: int) -> str:
-        return tokenizer.decode([token_id], skip_special_tokens=False)
-
     form = answer_format(server.tool_parser, server.reasoning_parser, tokenizer.chat_template)
     builder = TurnBuilder(settings.requests, access, published)
-    state.api = ApiContext(engine, settings, intake, builder, runner, form, token_text)
+    state.api = ApiContext(engine, settings, intake, builder, runner, form, TokenTexts(tokenizer))
     aliases, bundle_key = alias_names(settings), read_secret(server.bundle_key_file)
     state.operator = OperatorContext(
         engine,

@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from stemma.engine.sampling.logprobs import TokenLogprob
+from stemma.model.tokenizer import Tokenizer
 
 TextOf = Callable[[int], str]
 """From a token's id to its text, special ones included."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token of one byte in vocabularies that aren't byte-level."""
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON can't write."""
 
 
-def chat_logprobs(text_of: TextOf, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+class TokenTexts:
+    """The texts of a vocabulary's tokens, special ones included, looked up once each. A `TextOf`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def __call__(self, token_id: int) -> str:
+        """Return a token's text; part of a character is U+FFFD."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._texts[token_id] = text
+        return text
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return a token's bytes, those of part of a character too."""
+        text = self(token_id)
+        if "\ufffd" not in text:
+            return text.encode()
+        if (known := self._tokenizer.token_bytes) is not None:
+            return known[token_id]
+        byte = _BYTE.fullmatch(self._tokenizer.token_text(token_id))
+        return text.encode() if byte is None else bytes.fromhex(byte[1])
+
+
+def chat_logprobs(texts: TokenTexts, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
     """Return ``choices[].logprobs`` of a chat completion."""
     content = []
     for entry in logprobs:
-        item = _chat_entry(text_of, entry.token_id, entry.logprob)
-        item["top_logprobs"] = [_chat_entry(text_of, token_id, value) for token_id, value in entry.top]
+        item = _chat_entry(texts, entry.token_id, entry.logprob)
+        item["top_logprobs"] = [_chat_entry(texts, token_id, value) for token_id, value in entry.top]
         content.append(item)
     return {"content": content, "refusal": None}
 
 
-def _chat_entry(text_of: TextOf, token_id: int, logprob: float) -> dict[str, Any]:
-    text = text_of(token_id)
-    return {"token": text, "logprob": max(logprob, FLOOR), "bytes": list(text.encode())}
+def _chat_entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
+    found = list(texts.bytes_of(token_id))
+    return {"token": texts(token_id), "logprob": max(logprob, FLOOR), "bytes": found}
 
 
 class CompletionLogprobs:

@@ -22,8 +22,9 @@ from stemma.server.turn.body import read_object, validate
 from stemma.server.turn.build import Asked, Prompt, Turn
 from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.models import chosen_adapter
+from stemma.server.turn.outputs import stream_header
 from stemma.server.turn.prompts import check_tokens, last_tokens, text_prompt
-from stemma.server.turn.run import new_request_id, stream_header
+from stemma.server.turn.run import new_request_id
 from stemma.server.turn.sampling import tgi_sampling
 from stemma.server.turn.timed import TimedResult, TimedRun, run_timed, start_timed
 from stemma.types import TokenArray, as_tokens

@@ -21,6 +21,7 @@ from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
+from stemma.server.schemas.functions import in_function_words
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.transport.sse import DONE, EventStream, TextEvent, event, told_as
 from stemma.server.turn.body import read_object, validate
@@ -28,7 +29,8 @@ from stemma.server.turn.build import Turn
 from stemma.server.turn.chat import ChatAsked, chat_turn
 from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.models import answered_by
-from stemma.server.turn.run import OutputStream, new_request_id
+from stemma.server.turn.outputs import OutputStream
+from stemma.server.turn.run import new_request_id
 from stemma.types import FinishReason
 
 router = Router(openai_error)
@@ -42,7 +44,11 @@ async def create_chat_completion(request: Request) -> Response:
     turn = await chat_turn(context, request, ChatAsked(new_request_id("chatcmpl"), "chat", body))
     if body.stream:
         outputs = await context.runner.start(request, [turn])
-        source = _events(context, body, turn, outputs)
+        head = _head(context, turn, "chat.completion.chunk")
+        source = _events(context, body, turn, outputs, head)
+        if body.return_progress:
+            choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
+            outputs.tell_as_events({**head, "choices": [choice]})
         return EventStream(source, outputs, told=told_as(openai_error, DONE))
     [result] = await context.runner.run_to_end(request, [turn])
     if body.prompt_logprobs is None:
@@ -73,36 +79,36 @@ def _completion(context: ApiContext, body: ChatRequest, turn: Turn, result: Coll
             }
         )
     return {
-        "id": turn.request.request_id,
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": answered_by(context.engine, turn.request.adapter),
-        "system_fingerprint": SYSTEM_FINGERPRINT,
-        "choices": choices,
+        **_head(context, turn, "chat.completion"),
+        "choices": list(map(_wording(body), choices)),
         "usage": UsageMeter.of([result]).usage(),
         **extra,
     }
 
 
-async def _events(
-    context: ApiContext, body: ChatRequest, turn: Turn, outputs: OutputStream
-) -> AsyncGenerator[bytes, None]:
-    """Yield the chunks: one with the role for each choice, then the parts, then usage if asked for."""
-    reader, request = turn.reader, turn.request
-    head: dict[str, Any] = {
-        "id": request.request_id,
-        "object": "chat.completion.chunk",
+def _head(context: ApiContext, turn: Turn, kind: str) -> dict[str, Any]:
+    return {
+        "id": turn.request.request_id,
+        "object": kind,
         "created": int(time.time()),
-        "model": answered_by(context.engine, request.adapter),
+        "model": answered_by(context.engine, turn.request.adapter),
         "system_fingerprint": SYSTEM_FINGERPRINT,
     }
+
+
+async def _events(
+    context: ApiContext, body: ChatRequest, turn: Turn, outputs: OutputStream, head: dict[str, Any]
+) -> AsyncGenerator[bytes, None]:
+    """Yield the chunks, which begin as `head`: the role of each choice, the parts, then usage if wanted."""
+    reader, request = turn.reader, turn.request
     options = body.stream_options
     with_usage = options is not None and options.include_usage
     with_counts = options is not None and with_usage and options.continuous_usage_stats
     tail: dict[str, Any] = {"usage": None} if with_usage else {}
+    worded = _wording(body)
 
     def chunk(choice: dict[str, Any]) -> dict[str, Any]:
-        return {**head, "choices": [choice], **tail}
+        return {**head, "choices": [worded(choice)], **tail}
 
     role = {"role": "assistant", "content": ""}
     with_ids = bool(body.return_token_ids)
@@ -119,10 +125,8 @@ async def _events(
         if chunks:
             yield b"".join(chunks)
             chunks.clear()
-    last = (
-        event({**head, "choices": [], "usage": UsageMeter.of(outputs.answers).usage()}) if with_usage else b""
-    )
-    yield last + DONE
+    usage = UsageMeter.of(outputs.answers).usage() if with_usage else None
+    yield (event({**head, "choices": [], "usage": usage}) if with_usage else b"") + DONE
 
 
 class _ChoiceStream:
@@ -185,6 +189,11 @@ class _ChoiceStream:
         if isinstance(part, Reasoning) and not self._reader.with_reasoning:
             return {}
         return delta_of(part, self._reader.format.tools)
+
+
+def _wording(body: ChatRequest) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what words a choice as the request words its tools."""
+    return in_function_words if body.functions else lambda choice: choice
 
 
 def _finish_reason(reason: FinishReason | None, has_calls: bool) -> str | None:

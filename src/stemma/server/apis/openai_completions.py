@@ -28,8 +28,9 @@ from stemma.server.turn.build import Asked, Prompt
 from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.hints import hints_of
 from stemma.server.turn.models import answered_by, check_model
+from stemma.server.turn.outputs import OutputStream
 from stemma.server.turn.prompts import completion_prompts, wanted_cut
-from stemma.server.turn.run import OutputStream, new_request_id
+from stemma.server.turn.run import new_request_id
 from stemma.server.turn.sampling import candidates, completion_sampling
 from stemma.types import FinishReason, TokenArray
 
@@ -80,6 +81,8 @@ async def create_completion(request: Request) -> Response:
     if body.stream:
         outputs = await context.runner.start(request, turns)
         told = told_as(openai_error, DONE)
+        if body.return_progress:
+            outputs.tell_as_events({**reply.head, "choices": []})
         return EventStream(reply.events(outputs, prompts), outputs, told=told)
     results = await context.runner.run_to_end(request, turns)
     if params.prompt_logprobs is None:

@@ -30,8 +30,9 @@ from stemma.server.turn.body import read_object, validate
 from stemma.server.turn.build import Asked, Prompt, Turn
 from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.models import chosen_adapter
+from stemma.server.turn.outputs import OutputStream, stream_header
 from stemma.server.turn.prompts import last_tokens, text_prompt
-from stemma.server.turn.run import OutputStream, new_request_id, stream_header
+from stemma.server.turn.run import new_request_id
 from stemma.server.turn.sampling import tgi_sampling, widen_to_best_of
 
 router = Router(tgi_error)

@@ -34,8 +34,8 @@ from stemma.server.turn.body import read_object, validate
 from stemma.server.turn.build import Turn
 from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.models import served_names
+from stemma.server.turn.outputs import stream_header
 from stemma.server.turn.prompts import last_tokens, text_prompt
-from stemma.server.turn.run import stream_header
 from stemma.server.turn.timed import TimedResult, TimedRun, run_timed, start_timed
 
 router = Router(tgi_error, prefix="/v2")

@@ -18,8 +18,9 @@ from stemma.server.turn.body import validate
 from stemma.server.turn.build import Asked, Prompt
 from stemma.server.turn.context import context_of
 from stemma.server.turn.models import check_model
+from stemma.server.turn.outputs import OutputStream, stream_header
 from stemma.server.turn.prompts import last_tokens, text_prompt
-from stemma.server.turn.run import OutputStream, new_request_id, stream_header
+from stemma.server.turn.run import new_request_id
 from stemma.server.turn.sampling import candidates, vllm_sampling
 
 _END = b"\0"
@@ -43,6 +44,7 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
     if body.stream:
         outputs = await context.runner.start(request, [turn])
         headers = stream_header(outputs)
+        outputs.quiet_s = 0.0  # this shape knows no comments
         return EventStream(_pieces(outputs), outputs, headers, lambda error: _piece(tgi_error.body(error)))
     [result] = await context.runner.run_to_end(request, [turn])
     texts = [body.prompt + sequence.text for sequence in keep_best(result.sequences, params.n)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from stemma.server.schemas.base import Kinds, RequestModel
 from stemma.server.schemas.bounds import (
@@ -26,6 +26,7 @@ from stemma.server.schemas.bounds import (
     Tools,
     Ttl,
 )
+from stemma.server.schemas.functions import tool_message, tool_request
 from stemma.server.schemas.shared import ContinuedRequest, KeptRequest, SearchedRequest, StructuredOutputs
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -132,6 +133,8 @@ class OpenAIRequest(SearchedRequest, KeptRequest):
     """Where `truncate_prompt_tokens` cuts; None: on the left, so that the last tokens stay."""
     prompt_logprobs: NumLogprobs | None = None
     """Report how likely each token of the prompt was, and this number of the likeliest in its place."""
+    return_progress: bool | None = None
+    """In a stream, as llama.cpp has it: how far the prompt has come, each second until the answer begins."""
     return_token_ids: bool | None = None
     """Report the ids of prompt and answers beside their text."""
     cache_retention: Annotated[list[KeptTokens], Field(fail_fast=True, max_length=MAX_KEPT)] | None = None
@@ -181,6 +184,11 @@ class Message(RequestModel):
     """One turn of a conversation. Fields that only the template knows are passed on to it."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_new_words(cls, given: Any) -> Any:
+        return tool_message(given) if isinstance(given, dict) else given
 
     role: Role
     content: str | Parts | None = None
@@ -281,8 +289,6 @@ class ChatRequest(OpenAIRequest, ContinuedRequest, ThinkingRequest):
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_UNSUPPORTED,
         "moderation": (),
-        "functions": ([],),
-        "function_call": ("none",),
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),
@@ -296,7 +302,16 @@ class ChatRequest(OpenAIRequest, ContinuedRequest, ThinkingRequest):
     harmless: ClassVar[frozenset[str]] = OpenAIRequest.harmless | {"prediction"}
     hints: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _in_new_words(cls, given: Any) -> Any:
+        return tool_request(given) if isinstance(given, dict) else given
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    functions: Tools | None = None
+    """The older form of `tools`, answered in its own words."""
+    function_call: Literal["none", "auto"] | dict[str, Any] | None = None
+    """The older form of `tool_choice`."""
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None

@@ -118,6 +118,8 @@ class Listeners:
 BACKLOG = 2048
 """Connections that the kernel queues while the server is busy."""
 Listen = Callable[[str, int], socket.socket]
+PROBE_S = 30
+"""Seconds of silence after which TCP asks whether the client is still there."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -128,6 +130,11 @@ def listen(host: str, port: int) -> socket.socket:
         # Connections inherit it; asyncio sets it only on sockets whose protocol number is given. Without it
         # a second small write waits for the acknowledgement of the first: 40 ms with most clients.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # An answer that isn't streamed says nothing for minutes: probes keep what lies between awake.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(
+            socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", socket.TCP_KEEPINTVL), PROBE_S
+        )
         return listener
     except OSError as error:
         raise ConfigError(f"can't listen on {host} port {port}: {error.strerror or error}") from error

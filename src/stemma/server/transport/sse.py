@@ -44,11 +44,18 @@ class TextEvent:
         return self._head + orjson.dumps(text) + self._tail
 
 
-class Closable(Protocol):
-    """A source that a stream may read from."""
+class Outputs(Protocol):
+    """What a stream is made of, beside the chunks that tell of it."""
 
     async def aclose(self) -> None:
         """End it; safe to call at any time."""
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds without a chunk after which `waiting` is sent; 0: never."""
+
+    def waiting(self) -> bytes:
+        """Return what tells a client and the proxies before it that the server is at work; may be nothing."""
 
 
 class EventStream(Response):
@@ -57,7 +64,8 @@ class EventStream(Response):
     If an error ends it early, `told` writes the last chunk.
 
     `outputs`, which `source` may read, is closed in any case: a generator that was never started would not
-    run its own cleanup.
+    run its own cleanup. It also says what is sent while there is nothing to tell: proxies give up connections
+    that are silent for a minute, and a long prompt takes longer.
     """
 
     media_type = "text/event-stream"
@@ -65,7 +73,7 @@ class EventStream(Response):
     def __init__(
         self,
         source: AsyncGenerator[bytes, None],
-        outputs: Closable | None = None,
+        outputs: Outputs | None = None,
         headers: Mapping[str, str] | None = None,
         told: Callable[[StemmaError], bytes] | None = None,
     ) -> None:
@@ -74,6 +82,7 @@ class EventStream(Response):
         self._source = source
         self._outputs = outputs
         self._told = told
+        self._was_quiet = True
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
 
     async def aclose(self) -> None:
@@ -99,8 +108,10 @@ class EventStream(Response):
     async def _pump(self, send: Send, direct_send: Send) -> None:
         async with aclosing(self._source) as source:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            waiting = asyncio.ensure_future(self._fill_silence(direct_send))
             try:
                 async for chunk in source:
+                    self._was_quiet = False
                     # Middlewares look at the start of a response alone, and each costs a call a token.
                     await direct_send({"type": "http.response.body", "body": chunk, "more_body": True})
             except StemmaError as error:
@@ -108,4 +119,16 @@ class EventStream(Response):
                     raise
                 told = self._told(error)
                 await direct_send({"type": "http.response.body", "body": told, "more_body": True})
+            finally:
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _fill_silence(self, send: Send) -> None:
+        """Send what `outputs` has to say while it waits, whenever nothing else was sent for a while."""
+        outputs = self._outputs
+        while outputs is not None and outputs.quiet_s:
+            self._was_quiet = True
+            await asyncio.sleep(outputs.quiet_s)
+            if self._was_quiet and (chunk := outputs.waiting()):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})

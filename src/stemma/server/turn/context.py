@@ -9,7 +9,7 @@ from starlette.requests import Request
 from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
 from stemma.server.answers.families import AnswerFormat
-from stemma.server.answers.logprobs import TextOf
+from stemma.server.answers.logprobs import TokenTexts
 from stemma.server.turn.build import TurnBuilder
 from stemma.server.turn.intake import Intake
 from stemma.server.turn.run import TurnRunner
@@ -25,7 +25,7 @@ class ApiContext:
     turns: TurnBuilder
     runner: TurnRunner
     answer_format: AnswerFormat
-    token_text: TextOf
+    token_text: TokenTexts
 
 
 def context_of(request: Request) -> ApiContext:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from stemma.engine.api import CacheReport
+from stemma.engine.api import CacheReport, PromptProgress
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.history.following import HistoryReport
 from stemma.server.history.preparing import TurnPreparer
@@ -28,6 +28,16 @@ class Reports:
     def of(self, turn: Turn) -> TurnReports:
         """Return those of one turn."""
         return TurnReports(self, turn)
+
+    def rounded(self, progress: PromptProgress) -> PromptProgress:
+        """Return how far a prompt has come, as exact as its client may know it."""
+        size = self.rounded_to or 1
+        num_cached = progress.num_cached_tokens // size * size
+        return replace(
+            progress,
+            num_cached_tokens=num_cached,
+            num_processed_tokens=max(num_cached, progress.num_processed_tokens // size * size),
+        )
 
 
 class TurnReports:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from stemma.config.settings import Settings
-from stemma.engine.api import RequestOutput
+from stemma.engine.api import PromptProgress, RequestOutput
 from stemma.engine.beam_search import run_beam_search
 from stemma.engine.client import EngineClient
 from stemma.errors import (
@@ -26,7 +27,6 @@ from stemma.errors import (
 )
 from stemma.server.access import tenant_of
 from stemma.server.admission.ledger import Admission, Reserved
-from stemma.server.answers.usage import cached_header
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.collected import Collected, TurnObserver
 from stemma.server.observe.metrics import ServerMetrics
@@ -34,15 +34,12 @@ from stemma.server.tenants.quotas import CacheQuotas
 from stemma.server.transport.incoming import unless_disconnected, until_disconnected
 from stemma.server.turn.build import Turn
 from stemma.server.turn.observers import Observe
+from stemma.server.turn.outputs import Outputs, OutputStream, give_back
 from stemma.server.turn.reports import Reports, TurnReports
 
 T = TypeVar("T")
 _LOOK_S = 0.05
 """A stream's headers wait so long for what may still set the status, then until the engine has taken all."""
-
-Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
-"""Outputs of the engine with the number of their prompt. Their cache reports are the engine's: what a client
-may see is in `Collected`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +68,14 @@ class TurnRunner:
         ]
         stream = self._run(turns, answers)
         first = asyncio.ensure_future(_first(stream))
-        outputs = OutputStream(first, stream, answers, reserved)
+        quiet_s = self.settings.server.stream_comment_s
+        outputs = OutputStream(first, stream, answers, reserved, quiet_s, partial(self._progress, turns))
         try:
             gone = asyncio.ensure_future(until_disconnected(request.receive))
             try:
                 while not (first.done() or gone.done()):
                     await asyncio.wait({first, gone}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                    if all(self.engine.progress(one.request.request_id) is not None for one in turns):
+                    if len(self._progress(turns)) == len(turns):
                         break
             finally:
                 gone.cancel()
@@ -91,6 +89,11 @@ class TurnRunner:
             raise
         return outputs
 
+    def _progress(self, turns: Sequence[Turn]) -> list[PromptProgress]:
+        """Return how far the prompts have come that the engine has taken."""
+        found = (self.engine.progress(one.request.request_id) for one in turns)
+        return [self.reports.rounded(one) for one in found if one is not None]
+
     async def run_to_end(self, request: Request, turns: Sequence[Turn]) -> list[Collected]:
         """Run `turns` and return everything at once; abort them if the client leaves."""
         await self.quotas.apply()
@@ -99,7 +102,7 @@ class TurnRunner:
         try:
             await unless_disconnected(request, _drain(self._run(turns, answers)))
         finally:
-            _return(reserved, answers)
+            give_back(reserved, answers)
         if not all(one.is_finished for one in answers):
             raise GenerationFailed("the engine ended a request without any output")
         return answers
@@ -222,51 +225,6 @@ class TurnRunner:
             yield
 
 
-class OutputStream:
-    """The outputs of turns that the engine has taken.
-
-    `aclose` aborts what is still running; it is safe to call at any time, also before the first read.
-    """
-
-    def __init__(
-        self,
-        first: asyncio.Future[tuple[int, RequestOutput]],
-        rest: Outputs,
-        answers: list[Collected],
-        reserved: Reserved,
-    ) -> None:
-        """`reserved` is returned at the end."""
-        self.answers = answers
-        """All that was said so far, a prompt each."""
-        self._first: asyncio.Future[tuple[int, RequestOutput]] | None = first
-        self._reserved = reserved
-        self._rest = rest
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the first output is there, and with it what was reused."""
-        return self._first is None or self._first.done()
-
-    def __aiter__(self) -> OutputStream:
-        return self
-
-    def __anext__(self) -> Awaitable[tuple[int, RequestOutput]]:
-        if self._first is None:
-            return anext(self._rest)
-        first, self._first = self._first, None
-        return first
-
-    async def aclose(self) -> None:
-        """Abort what is still running."""
-        try:
-            if self._first is not None:
-                self._first.cancel()
-                await asyncio.gather(self._first, return_exceptions=True)
-            await self._rest.aclose()
-        finally:
-            _return(self._reserved, self.answers)
-
-
 def _nothing_yet(turns: Sequence[Turn], *, keeps_logprobs: bool) -> list[Collected]:
     lengths = (len(one.request.prompt_token_ids) for one in turns)
     return [Collected.nothing(length, keeps_logprobs=keeps_logprobs) for length in lengths]
@@ -276,12 +234,6 @@ async def _first(stream: Outputs) -> tuple[int, RequestOutput]:
     async for item in stream:
         return item
     raise GenerationFailed("the engine ended a request without any output")
-
-
-def _return(reserved: Reserved, answers: Sequence[Collected]) -> None:
-    """Return what wasn't used; what was computed counts, told or not."""
-    reserved.num_generated = sum(one.num_generated_tokens + one.num_held_tokens for one in answers)
-    reserved.close()
 
 
 async def _drain(stream: Outputs) -> None:
@@ -308,14 +260,6 @@ async def until(
 async def _close(stream: AsyncIterator[RequestOutput]) -> None:
     if isinstance(stream, AsyncGenerator):
         await stream.aclose()
-
-
-def stream_header(outputs: OutputStream) -> dict[str, str]:
-    """Return the header that says what was reused, for shapes without a place for it.
-
-    None if that isn't known yet.
-    """
-    return cached_header(outputs.answers[0].cache) if outputs.has_begun else {}
 
 
 def new_request_id(prefix: str) -> str:

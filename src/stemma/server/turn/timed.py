@@ -16,7 +16,8 @@ from stemma.errors import GenerationFailed
 from stemma.server.observe.collected import CollectedSequence
 from stemma.server.transport.incoming import unless_disconnected
 from stemma.server.turn.build import Turn
-from stemma.server.turn.run import OutputStream, TurnRunner, until
+from stemma.server.turn.outputs import OutputStream
+from stemma.server.turn.run import TurnRunner, until
 
 
 @dataclass(slots=True)

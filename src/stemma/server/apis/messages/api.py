@@ -33,8 +33,8 @@ from stemma.server.turn.chat import ChatAsked, chat_turn
 from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.hints import Hints, hint_of
 from stemma.server.turn.models import answered_by, check_model
+from stemma.server.turn.outputs import OutputStream
 from stemma.server.turn.prompts import chat_prompt
-from stemma.server.turn.run import OutputStream
 from stemma.types import FinishReason, RetentionRange
 
 router = Router(anthropic_error)
