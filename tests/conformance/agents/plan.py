@@ -114,11 +114,12 @@ def answer(prompt: str, write_call: Callable[[Call], str]) -> str:
         return "Ten times each number"
     done = [int(number) for number in _STEP.findall(prompt[tasks[-1].end() :])]
     step = max(done, default=0) + 1
+    thought = f"<think>\nThe ledger is at place {step}.\n</think>\n\n"
     if step >= NUM_STEPS:
-        return f"Step {NUM_STEPS} of 10: all numbers are ten times themselves."
+        return thought + f"Step {NUM_STEPS} of 10: all numbers are ten times themselves."
     wanted = plan[step - 1]
     text = wanted if isinstance(wanted, str) else write_call(wanted)
-    return f"Step {step} of 10: going on with the ledger.\n" + text
+    return thought + f"Step {step} of 10: going on with the ledger.\n" + text
 
 
 def _offers(prompt: str, tool: str) -> bool:
