@@ -178,7 +178,6 @@ AGENTS = {
     "claude-code-no-betas": replace(
         _CLAUDE,
         environment=lambda place: _claude(place, CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS="1"),
-        shared=0.85,
     ),
     "codex": _CODEX,
     # With a model that it knows, its tools are others: a patch in a grammar of its own.
