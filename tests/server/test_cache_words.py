@@ -207,3 +207,10 @@ async def test_explanations_say_which_part_changed(engine: ScriptedEngine, setti
         third = (await client.post("/v1/messages", json={**BODY, "tools": TOOLS[:2]})).json()
         told = (await client.get("/admin/explain", params={"request": third["id"]})).json()["changed"]
         assert (told["part"], told["detail"]) == ("tools", "-grep")
+
+
+async def test_what_is_retained_is_no_mark(client: httpx.AsyncClient) -> None:
+    retain = hints({"action_type": "retain", "payload": {"num_tokens": 5}})
+    told = (await client.post("/v1/messages", json={**BODY, "kv_hints": retain})).json()["usage"]
+    assert told["cache_creation_input_tokens"] == 0
+    assert told["stemma"]["kv_hints"]["actions"][0]["verdict"] == "done"

@@ -137,7 +137,7 @@ class _Reply:
     def __init__(self, context: ApiContext, turn: Turn, body: MessagesRequest) -> None:
         self._context = context
         self._turn = turn
-        self._marked = turn.request.retention.ranges
+        self._marked = turn.asked.hints.retention.ranges
         self._extra: dict[str, Any] = {} if body.context_management is None else _UNEDITED
         """Members that its end has beside those of all."""
         self._diagnostics = None
