@@ -230,3 +230,24 @@ async def test_no_api_refuses_what_the_server_wrote(
         ):
             answer = await client.post(path, json=body)
             assert answer.status_code == 200, (path, answer.text)
+
+
+TEMPLATES = sorted((Path(__file__).resolve().parents[1] / "templates").glob("*.jinja"))
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_every_familys_template_takes_what_agents_send(with_template: With, path: Path) -> None:
+    """Roles anywhere, a call with text and thinking, broken arguments: shown, and the same as it grows."""
+    tokenizer = with_template(path.read_text())
+    answer = calling('{"a": "cut', content="I look.", reasoning="hm")
+    turns = [says("system", "Sa"), says("developer", "Sb"), says("user", "Uc"), says("system", "Sd"), *answer]
+    turns += [says("user", "Ue"), says("assistant", "Af"), says("system", "Sg"), says("user", "Uh")]
+    whole = rendered(tokenizer, turns)
+    words = ("Sa", "Sb", "Uc", "Sd", "cut", "Ue", "Af", "Sg", "Uh")
+    places = [whole.index(word) for word in words]
+    assert places == sorted(places)
+    prompt = rendered(tokenizer, turns[:4])
+    shared = next(
+        (n for n, (one, other) in enumerate(zip(prompt, whole, strict=False)) if one != other), None
+    )
+    assert shared is None or shared > prompt.index("Sd"), "the answer's turn may begin in another way"
