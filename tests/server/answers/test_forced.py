@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from tests.server.answers.reading import read
+from tests.server.answers.reading import pieces_read, read, reader
 from tests.server.answers.test_recognition import EXPECTED
 from tests.server.answers.test_round_trips import ONE_CALL, WRITERS, written
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from stemma.server.answers.events import Answer, ToolCall
+from stemma.engine.sampling.grammar import GrammarCompiler
+from stemma.engine.sampling.params import SamplingParams
+from stemma.model.tokenizer import Tokenizer
+from stemma.server.answers.events import Answer, ToolCall, fold
 from stemma.server.answers.formats.forced import JSON_LIST, forced_grammar
 from stemma.server.answers.formats.registry import TOOL_FORMATS
 from stemma.server.answers.formats.thinking import THINKING_FORMATS
@@ -138,3 +145,46 @@ def test_a_demanded_call_is_read_by_the_same_reader():
     )
     assert read('[{"name": "add", "arguments": {}}]', None, mode="required").calls == [ToolCall("add", "{}")]
     assert read("no call", None, mode="required") == Answer("no call")
+
+
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
+
+
+@pytest.fixture(scope="module")
+def special_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, and markers that are special tokens, as Mistral's."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE({char: number for number, char in enumerate(alphabet)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "ok"),
+    [
+        ('[TOOL_CALLS]add[ARGS]{"a": 1}', False, True),
+        ('[THINK]I [see].[/THINK][TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 1}', False, True),
+        ('hm[/THINK][TOOL_CALLS]add[ARGS]{"a": 1}', True, True),
+        ('[TOOL_CALLS]add[ARGS]{"a": "x"}', False, False),
+        ("text", False, False),
+    ],
+)
+def test_special_tokens_are_part_of_what_an_engine_may_draw(
+    special_tokenizer: PreTrainedTokenizerFast, text: str, opened: bool, ok: bool
+):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    made = reader("mistral_args", "mistral", mode="required", schemas={"add": schema}, opened=opened)
+    known = Mock(spec=Tokenizer, special_token_texts=frozenset(SPECIAL))
+    known.encode = lambda marker, **_: special_tokenizer.encode(marker, add_special_tokens=False)
+    params = made.constrain(SamplingParams(), known)
+    assert not params.skip_special_tokens
+    assert params.grammar is not None
+    compiler = GrammarCompiler(special_tokenizer, len(special_tokenizer), [special_tokenizer.eos_token_id])
+    state = compiler.compile(params.grammar).start()
+    ids = special_tokenizer.encode(text, add_special_tokens=False)
+    assert (state.num_valid([*ids, special_tokenizer.eos_token_id]) == len(ids) + 1) is ok
+    if ok:
+        assert fold(pieces_read(made, text)).calls[0] == ToolCall("add", '{"a": 1}')

@@ -34,7 +34,7 @@ from stemma.server.answers.formats.thinking import (
     Thinking,
     read_after_thinking,
 )
-from stemma.server.answers.parts import Parts, ReadingParser
+from stemma.server.answers.parts import Parts, PlainParser, ReadingParser
 from stemma.server.answers.scanning import Markers, Reading, Scanner
 
 _ID_CHARS = string.ascii_letters + string.digits
@@ -151,15 +151,17 @@ class AnswerReader:
 
     def parser(self) -> AnswerParser:
         """Return a parser for one choice."""
-        return ReadingParser(self._reading(), 1 if self.tools.is_single else None)
+        calls = self._calls()
+        if calls is None and self.format.thinking is None:
+            return PlainParser()
+        return ReadingParser(self._reading(calls), 1 if self.tools.is_single else None)
 
-    def _reading(self) -> Callable[[Scanner, Parts], Reading[None]]:
-        calls, thinking, tools = self._calls(), self.format.thinking, self.tools.schemas
+    def _reading(self, calls: ReadCalls | None) -> Callable[[Scanner, Parts], Reading[None]]:
+        thinking, tools = self.format.thinking, self.tools.schemas
         if thinking is HARMONY_THINKING:
             return partial(read_harmony, tools=tools, opened=self.opened, with_calls=calls is not None)
         if thinking is None:
-            if calls is None:
-                return lambda scanner, parts: scanner.all(parts.plain)
+            assert calls is not None
             return lambda scanner, parts: calls(scanner, parts, tools)
         opens = self.format.tools.opens if self.format.tools is not None and calls is not None else ()
         return partial(

@@ -95,6 +95,18 @@ def _joined(events: list[Event]) -> list[Event]:
     return joined
 
 
+class PlainParser:
+    """All text is content."""
+
+    def feed(self, text: str) -> list[Event]:
+        """Return `text` as content."""
+        return [Content(text)] if text else []
+
+    def end(self) -> list[Event]:
+        """Nothing is ever held back."""
+        return []
+
+
 class ReadingParser:
     """An `AnswerParser` that runs a reading."""
 

@@ -45,43 +45,54 @@ class TagStyle:
 
 def tag_calls(style: TagStyle) -> ReadCalls:
     """Return what reads content, and calls in `style`."""
-    openers = Markers(style.opener, style.call)
-    closers = _closers(style)
+    return _TagReader(style).read
 
-    def read(scanner: Scanner, parts: Parts, tools: Tools) -> Reading[None]:
-        while (marker := (yield from scanner.until(openers, parts.content))) is not None:
+
+class _TagReader:
+    """Reads calls in one style."""
+
+    def __init__(self, style: TagStyle) -> None:
+        self._style = style
+        self._openers = Markers(style.opener, style.call)
+        self._closers = _closers(style)
+
+    def read(self, scanner: Scanner, parts: Parts, tools: Tools) -> Reading[None]:
+        """Read content and calls."""
+        while (marker := (yield from scanner.until(self._openers, parts.content))) is not None:
             scanner.record()
-            if marker == style.opener:
-                space = yield from _calls(scanner, parts, tools)
+            if marker == self._style.opener:
+                space = yield from self._calls(scanner, parts, tools)
             else:
-                found = yield from _call(scanner, parts, tools, known_only=True)
-                space = (yield from _further(scanner, parts, tools)) if found else None
+                found = yield from self._call(scanner, parts, tools, known_only=True)
+                space = (yield from self._further(scanner, parts, tools)) if found else None
             unread = scanner.recorded()
             if space is None:
                 parts.content(marker + unread)
             else:
-                yield from close(scanner, parts, space, style.closer)
+                yield from close(scanner, parts, space, self._style.closer)
 
-    def _calls(scanner: Scanner, parts: Parts, tools: Tools) -> Reading[str | None]:
+    def _calls(self, scanner: Scanner, parts: Parts, tools: Tools) -> Reading[str | None]:
         yield from scanner.space()
-        if not (yield from scanner.accept(style.call)):
+        if not (yield from scanner.accept(self._style.call)):
             return (yield from json_text.calls(scanner, parts))
-        found = yield from _call(scanner, parts, tools)
-        return (yield from _further(scanner, parts, tools)) if found else None
+        found = yield from self._call(scanner, parts, tools)
+        return (yield from self._further(scanner, parts, tools)) if found else None
 
-    def _further(scanner: Scanner, parts: Parts, tools: Tools) -> Reading[str]:
+    def _further(self, scanner: Scanner, parts: Parts, tools: Tools) -> Reading[str]:
         """Read the calls behind the first; return what is content unless the closer follows."""
         while True:
             space = yield from scanner.space()
-            if not (yield from scanner.accept(style.call)):
+            if not (yield from scanner.accept(self._style.call)):
                 return space
             scanner.record()
-            if not (yield from _call(scanner, parts, tools)):
-                return style.call + scanner.recorded()
+            if not (yield from self._call(scanner, parts, tools)):
+                return self._style.call + scanner.recorded()
 
-    def _call(scanner: Scanner, parts: Parts, tools: Tools, *, known_only: bool = False) -> Reading[bool]:
+    def _call(
+        self, scanner: Scanner, parts: Parts, tools: Tools, *, known_only: bool = False
+    ) -> Reading[bool]:
         name = yield from scanner.word(_NAME)
-        if not (yield from scanner.accept(style.name_end)) or not name:
+        if not (yield from scanner.accept(self._style.name_end)) or not name:
             return False
         if known_only and name not in tools:
             return False
@@ -92,25 +103,23 @@ def tag_calls(style: TagStyle) -> ReadCalls:
         while True:
             if not tag:
                 yield from scanner.space()
-                tag = yield from scanner.accept(style.parameter, style.call_end)
-            if style.parameter not in tag:
+                tag = yield from scanner.accept(self._style.parameter, self._style.call_end)
+            if self._style.parameter not in tag:
                 break
             key = yield from scanner.word(_KEY)
-            end = yield from scanner.accept(style.name_end, *style.typed_ends)
+            end = yield from scanner.accept(self._style.name_end, *self._style.typed_ends)
             if not end:
                 break
-            if style.trims:
+            if self._style.trims:
                 yield from scanner.accept("\n")
-            is_text = end == style.typed_ends[0] if end in style.typed_ends else None
-            closer = yield from arguments.read(scanner, key.strip(), closers, is_text=is_text)
+            is_text = end == self._style.typed_ends[0] if end in self._style.typed_ends else None
+            closer = yield from arguments.read(scanner, key.strip(), self._closers, is_text=is_text)
             if closer is None:
                 return True
-            tag = "" if style.parameter_end in closer else closer
-        if not scanner.is_over or style.call_end in tag:
+            tag = "" if self._style.parameter_end in closer else closer
+        if not scanner.is_over or self._style.call_end in tag:
             arguments.end()
         return True
-
-    return read
 
 
 def tag_form(style: TagStyle, *, inner: bool = True) -> KeywordForm:

@@ -37,10 +37,10 @@ class ContentBlocks:
                 case Content(text):
                     self._open(told, Content, {"type": "text", "text": ""})
                     self._delta(told, text, {"type": "text_delta", "text": text})
-                case CallStart(_, name):
+                case CallStart(_, name, call_id):
                     self.has_calls = True
                     self._close(told)
-                    call_id = f"toolu_{secrets.token_hex(12)}"
+                    call_id = call_id or f"toolu_{secrets.token_hex(12)}"
                     block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
                     self._open(told, CallStart, block)
                     self._escapes = ControlEscapes()

@@ -49,9 +49,9 @@ class OutputItems:
                     self._forced_text(told, self._forced, text)
                 case Content(text):
                     self._text(told, Content, text)
-                case CallStart(_, name):
+                case CallStart(_, name, call_id):
                     self._close(told, "completed")
-                    self._open_call(told, OpenCall(self._offered.get(name), name))
+                    self._open_call(told, OpenCall(self._offered.get(name), name), call_id)
                 case CallArguments(_, text):
                     self._tell_call(told, self._call.feed(text))
         return told
@@ -88,9 +88,11 @@ class OutputItems:
             self._open_call(told, OpenCall(tool, tool.name, is_plain=True))
         self._tell_call(told, self._call.feed(text))
 
-    def _open_call(self, told: list[StreamEvent], call: OpenCall) -> None:
+    def _open_call(self, told: list[StreamEvent], call: OpenCall, call_id: str = "") -> None:
+        """`call_id`: what the model itself calls it, if its format has names for calls."""
         self._kind, self._call = CallStart, call
-        item = {"type": call.item_type, "id": new_id(call.id_prefix), "call_id": new_call_id(self._tools)}
+        call_id = call_id or new_call_id(self._tools)
+        item = {"type": call.item_type, "id": new_id(call.id_prefix), "call_id": call_id}
         self._add(told, {**item, **call.names, **call.content(""), "status": "in_progress"})
 
     def _tell_call(self, told: list[StreamEvent], text: str) -> None:
