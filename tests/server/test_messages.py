@@ -202,7 +202,7 @@ SEEN = {"type": "image", "source": {"type": "base64", "media_type": "image/png",
     ("body", "word"),
     [
         ({"messages": []}, "messages"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].source"),
         ({"messages": [{"role": "user", "content": [SEEN]}]}, "this model reads no images"),
