@@ -138,7 +138,7 @@ class ScriptedEngine(EngineClient):
         num_prompt = len(request.prompt_token_ids)
         cached = self._cached(request)
         report = CacheReport(
-            num_prompt, {Tier.DEVICE: cached} if cached else {}, self.script.miss_reason, "never seen"
+            num_prompt, {Tier.DEVICE: cached} if cached else {}, self.script.miss_reason, "never seen before"
         )
         self.requests.append(request)
         self.active.add(request.request_id)
