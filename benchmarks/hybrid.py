@@ -287,7 +287,7 @@ def ours(turns: Sequence[Turn]) -> Tally:
             cache.commit(lease, end)
             at = end
         for token in turn.answer:
-            lease.append(token)
+            lease.buffer.extend([token])
             assert cache.extend(lease, at + 1)
             assert cache.plan_state(lease, at, at + 1)
             assert cache.land_state(lease, at + 1, at + 1)

@@ -71,6 +71,8 @@ class Retention:
     rest: RetentionHint = NO_HINT
     """The hint of the blocks that no range covers."""
     ranges: tuple[RetentionRange, ...] = ()
+    renews: bool = False
+    """Blocks that were cached before get the hints as well; else those of whom they came with stay."""
 
 
 NO_RETENTION = Retention()

@@ -44,6 +44,23 @@ def test_a_message_and_its_stream(client: Anthropic) -> None:
     )
 
 
+def test_betas_and_tools_of_their_servers(client: Anthropic) -> None:
+    asked: Any = {
+        "model": "tiny",
+        "max_tokens": 6,
+        "messages": ASK,
+        "betas": ["context-management-2025-06-27"],
+    }
+    asked["tools"] = [TOOL, {"type": "web_search_20250305", "name": "web_search"}]
+    asked["context_management"] = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    whole = client.beta.messages.create(**asked)
+    assert whole.context_management is not None
+    assert whole.context_management.applied_edits == []
+    with client.beta.messages.stream(**asked) as stream:
+        last = stream.get_final_message()
+    assert last.context_management == whole.context_management
+
+
 def test_stop_sequences(client: Anthropic) -> None:
     asked: Any = {"model": "tiny", "max_tokens": 12, "messages": ASK, "extra_body": {"temperature": 0}}
     text = client.messages.create(**asked).content[0].text

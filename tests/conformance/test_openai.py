@@ -148,6 +148,34 @@ def test_a_response_stream_with_a_call(client: OpenAI) -> None:
     assert json.loads(call.arguments)["city"] in ("Basel", "Vienna")
 
 
+@pytest.mark.parametrize(
+    ("syntax", "definition"),
+    [("lark", 'start: "level: " ("Basel" | "Vienna") "\\n"'), ("regex", "level: (Basel|Vienna)\\n")],
+)
+def test_a_forced_tool_of_plain_text_follows_its_grammar(
+    client: OpenAI, syntax: str, definition: str
+) -> None:
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    tools = [TOOL, {"type": "custom", "name": "say", "format": form}, {"type": "web_search"}]
+    asked: Any = {"model": "tiny", "input": "Flood?", "tools": tools}
+    asked |= {"tool_choice": {"type": "custom", "name": "say"}, "temperature": 0}
+    [whole] = client.responses.create(**asked).output
+    assert whole.type == "custom_tool_call"
+    assert whole.input in ("level: Basel\n", "level: Vienna\n")
+    with client.responses.create(**asked, stream=True) as stream:
+        events = list(stream)
+    pieces = [one.delta for one in events if one.type == "response.custom_tool_call_input.delta"]
+    [done] = [one for one in events if one.type == "response.custom_tool_call_input.done"]
+    assert "".join(pieces) == done.input == whole.input
+    assert events[-1].type == "response.completed"
+    told = [
+        *ASK,
+        whole.model_dump(),
+        {"type": "custom_tool_call_output", "call_id": whole.call_id, "output": "No."},
+    ]
+    assert client.responses.create(model="tiny", input=told, max_output_tokens=4, tools=tools).id
+
+
 async def test_the_async_client(url: str) -> None:
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         stream = await client.responses.create(model="tiny", input="Hi", max_output_tokens=6, stream=True)

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import stemma
 
+T = TypeVar("T")
 _HOUSE = str(Path(stemma.__file__).parent)
 
 
@@ -73,12 +74,11 @@ def _room(code: CodeType) -> str:
 
 
 @contextmanager
-def profiled(start: Callable[[], None]) -> Iterator[Walk]:
-    """Give the walk of all threads that `start` starts; it is off until it is asked for."""
+def profiled(start: Callable[[], T]) -> Iterator[tuple[Walk, T]]:
+    """Give the walk of all threads that `start` starts, off until it is asked for, and its result."""
     walk = Walk()
     threading.setprofile(walk.note)
     try:
-        start()
-        yield walk
+        yield walk, start()
     finally:
         threading.setprofile(None)

@@ -25,9 +25,10 @@ from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
+from stemma.engine.sampling.thinking import ThinkingTokens
 from stemma.memory.cache.lease import Lease
 from stemma.model.vision.prompt import PromptImages
-from stemma.server.answers.best_of import keep_best
+from stemma.server.answers.logprobs import keep_best
 from stemma.server.observe.collected import CollectedSequence
 from stemma.types import FinishReason, Retention, RetentionHint, RetentionRange, TokenArray, as_tokens
 from tests.vision_checkpoints import picture
@@ -142,6 +143,11 @@ def _bad_words(rng: random.Random, fields: Fields) -> None:
     fields["params"]["bad_words"] = (*words, (rng.randrange(3, 460), rng.randrange(3, 460)))
 
 
+def _thinking_budget(rng: random.Random, fields: Fields) -> None:
+    tokens = ThinkingTokens((rng.randrange(3, 460),), 450, (449, 450, 449), is_open=rng.random() < 0.8)
+    fields["params"] |= {"thinking": tokens, "max_thinking_tokens": rng.randint(0, 6)}
+
+
 FEATURES: dict[str, Callable[[random.Random, Fields], None]] = {
     "adapter": _adapter,
     "prompt_logprobs": _prompt_logprobs,
@@ -162,6 +168,7 @@ FEATURES: dict[str, Callable[[random.Random, Fields], None]] = {
     "abort": _abort,
     "bias": _bias,
     "bad_words": _bad_words,
+    "thinking_budget": _thinking_budget,
     "image": _image,
 }
 """By name, in the order in which they are put into a request."""

@@ -53,6 +53,7 @@ class Script:
     """Before each token."""
     joined: int = 1
     """Deliver so many steps together, but for the first and the last."""
+    miss_reason: str = "cold"
     overloaded: bool = False
     fail_after: int | None = None
     """Report an error after so many tokens."""
@@ -136,7 +137,9 @@ class ScriptedEngine(EngineClient):
             raise InvalidRequest("token id out of the vocabulary", param="prompt")
         num_prompt = len(request.prompt_token_ids)
         cached = self._cached(request)
-        report = CacheReport(num_prompt, {Tier.DEVICE: cached} if cached else {}, "cold", "never seen before")
+        report = CacheReport(
+            num_prompt, {Tier.DEVICE: cached} if cached else {}, self.script.miss_reason, "never seen"
+        )
         self.requests.append(request)
         self.active.add(request.request_id)
         try:

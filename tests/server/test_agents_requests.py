@@ -86,6 +86,16 @@ async def test_a_nonce_of_claude_code_is_no_part_of_the_prompt(
     await claude(client, system="x-anthropic-billing-header: cch=1;\nYou write code.")
     assert prompt_of(engine) == first
 
+    told: list[dict[str, Any]] = [{"role": "system", "content": system("cccc")}, *HELLO]
+    await client.post("/v1/chat/completions", json={"messages": told, "max_tokens": 9})
+    assert prompt_of(engine) == first, "as a proxy in front translates it"
+    told[0]["content"] = "\n".join(part["text"] for part in system("dddd"))
+    await client.post("/v1/chat/completions", json={"messages": told, "max_tokens": 9})
+    assert prompt_of(engine) == first
+    alone = [{"role": "system", "content": system("eeee")[:1]}, *HELLO]
+    await client.post("/v1/chat/completions", json={"messages": alone, "max_tokens": 9})
+    assert "<|system|>" not in prompt_of(engine)
+
     server = settings.server.model_copy(update={"strip_client_nonces": False})
     kept = httpx.ASGITransport(app=create_app(engine, settings.model_copy(update={"server": server})))
     async with httpx.AsyncClient(transport=kept, base_url="http://localhost") as other:
@@ -160,6 +170,8 @@ async def test_blocks_of_anthropics_servers_are_skipped_and_texts_are_spoken(
     [
         {"type": "document", "source": {"type": "base64", "data": "x", "media_type": "application/pdf"}},
         {"type": "container_upload", "file_id": "x"},
+        {"type": "search_result", "title": "t", "source": "s", "content": [{"type": "hologram"}]},
+        {"type": "document", "source": {"type": "content", "content": [3]}},
         {"type": "hologram"},
         {},
     ],
@@ -240,3 +252,43 @@ async def test_a_choice_of_what_is_not_offered_is_refused(
         "/v1/responses", json={"input": "Hello", "tools": CODEX_TOOLS, "tool_choice": choice}
     )
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_item_has_one_id_in_events_answer_and_store(
+    client: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.script.reply = "*** Begin"
+    made = (await client.post("/v1/conversations", json={})).json()
+    choice = {"type": "custom", "name": "apply"}
+    body = {"input": "Hello", "tools": CODEX_TOOLS, "tool_choice": choice, "conversation": made["id"]}
+    answer = await client.post("/v1/responses", json={**body, "stream": stream})
+    told = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    response = told[-1]["response"] if stream else answer.json()
+    [item] = response["output"]
+    assert {each["item"]["id"] for each in told if "item" in each} <= {item["id"]}
+    assert {each["item_id"] for each in told if "item_id" in each} <= {item["id"]}
+    assert {each["response"]["id"] for each in told if "response" in each} <= {response["id"]}
+    stored = (await client.get(f"/v1/responses/{response['id']}")).json()
+    assert stored == response
+    asked = (await client.get(f"/v1/responses/{response['id']}/input_items")).json()["data"]
+    kept = (await client.get(f"/v1/conversations/{made['id']}/items")).json()["data"]
+    assert [one["id"] for one in kept] == [item["id"], *(one["id"] for one in asked)]
+    assert kept[0] == item
+
+
+async def test_more_tools_than_any_prompt_holds(client: httpx.AsyncClient) -> None:
+    tools = [{"type": "function", "name": f"f{number}"} for number in range(700)]
+    both = [{"type": "namespace", "name": name, "tools": tools} for name in ("a", "b")]
+    answer = await client.post("/v1/responses", json={"input": "x", "tools": both})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
+async def test_tools_that_an_item_adds_are_offered(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    more = {
+        "type": "additional_tools",
+        "role": "developer",
+        "tools": [CODEX_TOOLS[0], {"type": "web_search"}],
+    }
+    await respond(client, input=[{"role": "user", "content": "x"}, more])
+    assert "<|tools|>1" in prompt_of(engine)

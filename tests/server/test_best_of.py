@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from stemma.engine.sampling.logprobs import TokenLogprob
-from stemma.server.answers.best_of import keep_best
+from stemma.server.answers.logprobs import keep_best
 from stemma.server.observe.collected import CollectedSequence
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -219,8 +219,6 @@ async def test_unknown_fields_are_logged_once(
         *(
             ("/v1/chat/completions", field, value)
             for field, value in {
-                "functions": [{"name": "f"}],
-                "function_call": "auto",
                 "modalities": ["text", "audio"],
                 "audio": {"voice": "x"},
                 "web_search_options": {},

@@ -14,6 +14,7 @@ from stemma.config.settings import Settings
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.answers.logprobs import TokenTexts
 from stemma.server.app import create_app
+from stemma.server.schemas.openai import ChatRequest
 from tests.server.scripted_engine import ScriptedEngine
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -122,6 +123,14 @@ async def test_tools_that_a_vendor_runs_are_skipped(
 ) -> None:
     await chat(client, tools=[{"type": "web_search", "web_search": {}}, TOOL])
     assert "<|tools|>1" in prompt_of(engine)
+
+
+def test_reasoning_may_be_left_out() -> None:
+    seen = []
+    for extra in ({}, {"reasoning": {"exclude": True}}, {"include_reasoning": False}):
+        body = ChatRequest.model_validate({"messages": HELLO, **extra})
+        seen.append(body.include_reasoning)
+    assert seen == [True, False, False]
 
 
 async def test_contents_that_are_empty(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:

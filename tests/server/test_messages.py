@@ -194,6 +194,7 @@ def test_thinking_is_left_out_unless_asked_for() -> None:
     assert blocks.blocks == [{"type": "text", "text": "a"}]
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [marked("x")] * 5}
 SEEN = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
 
 
@@ -207,6 +208,7 @@ SEEN = {"type": "image", "source": {"type": "base64", "media_type": "image/png",
         ({"messages": [{"role": "user", "content": [SEEN]}]}, "this model reads no images"),
         ({"system": [marked("x")] * 5}, "at most 4"),
         ({"system": [marked("x", ttl="2h")]}, "system[0].cache_control"),
+        ({"messages": [{"role": "user", "content": [RESULT]}]}, "at most 4"),
         ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),

@@ -1,4 +1,4 @@
-"""A stream speaks at once: its headers come before its first token, and comments while there is nothing else."""
+"""A stream speaks at once: headers before its first token, and comments while there is nothing else."""
 
 from __future__ import annotations
 

@@ -119,6 +119,8 @@ def test_a_template_without_system_gets_its_text_in_the_first_turn(with_template
     assert rendered(with_template(ALTERNATING), messages) == "<user>a\n\nb\n\nc\n\nd\n<assistant>"
     after = [says("user", "a"), *calling(), says("user", "b")]
     assert rendered(with_template(ALTERNATING), after).endswith("<tool>4\n\nb\n<assistant>")
+    answers = [says("user", "a"), says("assistant", "b"), says("assistant", "c"), says("user", "d")]
+    assert rendered(with_template(ALTERNATING), answers) == "<user>a\n<assistant>b\n\nc\n<user>d\n<assistant>"
     alone = [says("system", "a"), says("assistant", "b")]
     assert rendered(with_template(ALTERNATING), alone) == "<user>a\n<assistant>b\n<assistant>"
 

@@ -63,6 +63,10 @@ def show(console: Console, found: dict[str, Any]) -> None:
     console.print(table)
     if found["reason"] is not None:
         console.print(Text.assemble((found["reason"], "bold"), ": ", found["detail"] or ""))
+    if (changed := found.get("changed")) is not None and changed["part"] != "nothing":
+        text = f"Since the nearest conversation: {changed['part']} {changed['detail']}".rstrip()
+        missed = f"; without that {changed['missed_tokens']:,} more tokens would have been found"
+        console.print(Text(visible(text + missed + ".")))
     place = found["parts_at"]
     if place is not None:
         console.print(Text(f"At token {place['token']:,} of {place['of']:,}:"))

@@ -33,6 +33,7 @@ from stemma.supervision import LoggingSupervisor
 if TYPE_CHECKING:
     from stemma.engine.async_engine import AsyncEngine
     from stemma.engine.build import EngineParts
+    from stemma.model.tokenizer import Tokenizer
     from stemma.server.access import Access
     from stemma.server.transport.planes import Listeners
 
@@ -98,6 +99,7 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
 
         def on_ready(url: str) -> None:
             console.print(_summary(engine.parts, settings))
+            console.print(_answers_line(engine.tokenizer, settings))
             is_open = not access.asks_for_key and not settings.tls.ca
             if is_open and not is_loopback(settings.server.host):
                 console.print("[yellow]Others can reach this address; --api-key asks them for a key.[/]")
@@ -106,6 +108,15 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
             console.print(ready_line(url, "Ctrl-C drains and stops"))
 
         raise typer.Exit(serve(engine, settings, listeners, on_ready))
+
+
+def _answers_line(tokenizer: Tokenizer, settings: Settings) -> str:
+    from stemma.server.answers.families import answer_format, said
+
+    server = settings.server
+    form = answer_format(server.tool_parser, server.reasoning_parser, tokenizer)
+    line, is_warning = said(form, tokenizer)
+    return f"[yellow]{escape(line)}[/]" if is_warning else escape(line)
 
 
 def with_model(settings: Settings) -> Settings:

@@ -363,10 +363,11 @@ class ServerSettings(SettingsModel):
     trust_request_chat_template: bool = False
     """Render chat templates sent in requests, in a separate process."""
     tool_parser: str = "auto"
-    """How the model writes tool calls: hermes, llama3_json, mistral, deepseek, off; `auto`: as its chat
-    template does."""
-    reasoning_parser: Literal["auto", "on", "off"] = "auto"
-    """Whether answers are split at ``</think>``; `auto`: if the chat template contains it."""
+    """How the model writes tool calls: a format of docs/compatibility.md by name, or `off`; `auto`: as its
+    chat template does."""
+    reasoning_parser: str = "auto"
+    """How the model writes its thinking: a format by name, `on` (the template's, else ``<think>``), or `off`;
+    `auto`: as its chat template does."""
     max_body_bytes: ByteSize = 64 * 2**20
     """Largest request body."""
     body_memory: ByteSize = 512 * 2**20

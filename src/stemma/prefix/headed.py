@@ -92,6 +92,11 @@ class HeadedIndex(PrefixIndex):
         if num_head < len(block_ids):
             self.inner.touch(block_ids[num_head:], now)
 
+    def hint(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
+        """Tell the policy of other hints; those of a public head are the operator's."""
+        num_head = self._num_head(block_ids)
+        self.inner.hint(block_ids[num_head:], now, traits.part(num_head, len(block_ids)))
+
     def conclude(self, block_ids: BlockIds, conclusion: Conclusion) -> None:
         """Tell the policy how the request ended; a head belongs to nobody's conversation."""
         self.inner.conclude(block_ids[self._num_head(block_ids) :], conclusion)

@@ -100,6 +100,10 @@ class PrefixIndex(ABC):
         """
 
     @abstractmethod
+    def hint(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
+        """Tell the policy of other retention hints for a chain of pinned blocks, in order from the root."""
+
+    @abstractmethod
     def conclude(self, block_ids: BlockIds, conclusion: Conclusion) -> None:
         """Tell the policy how the request ended that used a chain of blocks, in order from the root.
 

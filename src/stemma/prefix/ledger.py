@@ -152,6 +152,15 @@ class LedgerIndex(PrefixIndex):
                 self._policy_failed(error)
 
     @override
+    def hint(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
+        if len(block_ids):
+            self._ledger.states_of(block_ids)
+            try:
+                self._policy.hint(block_ids, now, traits)
+            except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+                self._policy_failed(error)
+
+    @override
     def conclude(self, block_ids: BlockIds, conclusion: Conclusion) -> None:
         if len(block_ids):
             self._ledger.states_of(block_ids)

@@ -28,6 +28,7 @@ from stemma.server.observe.explain import Explainer
 from stemma.server.observe.explanations import Explanations
 from stemma.server.observe.instruments import Instruments
 from stemma.server.observe.metrics import ServerMetrics
+from stemma.server.observe.prompt_parts import RecentPrompts
 from stemma.server.observe.refusals import Refusals
 from stemma.server.observe.usage_ledger import UsageLedger
 from stemma.server.observe.watches import Watches
@@ -71,6 +72,7 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
         Explanations(),
         Explainer(tokenizer, intake.in_thread, is_exact=server.report_granularity == "token"),
         DivergenceWindow(),
+        RecentPrompts(),
     )
     state.refusals = Refusals(logs=server.log_requests)
     metrics.register(state.refusals)
@@ -89,9 +91,11 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
         observers(engine, instruments, None if joiner is None else joiner.written, turns),
     )
 
-    form = answer_format(server.tool_parser, server.reasoning_parser, tokenizer.chat_template)
+    form = answer_format(server.tool_parser, server.reasoning_parser, tokenizer)
     builder = TurnBuilder(settings.requests, access, published)
-    state.api = ApiContext(engine, settings, intake, builder, runner, form, TokenTexts(tokenizer))
+    state.api = ApiContext(
+        engine, settings, intake, builder, runner, instruments.recent, form, TokenTexts(tokenizer)
+    )
     aliases, bundle_key = alias_names(settings), read_secret(server.bundle_key_file)
     state.operator = OperatorContext(
         engine,

@@ -137,18 +137,19 @@ def test_a_grammar_in_gbnf_is_followed(compiler, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("reasoning", "text", "ok"),
+    ("before", "text", "ok"),
     [
-        ("none", "12", True),
-        ("none", "<think>hm</think>12", False),
-        ("optional", "12", True),
-        ("optional", "<think>\nhm <b> 3\n</think>\n\n12", True),
-        ("opened", "hm, 3\n</think>\n12", True),
-        ("opened", "12", False),
+        ("", "12", True),
+        ("", "<think>hm</think>12", False),
+        ("start: THINK? @answer\nTHINK: /<t>[a-z]+/\n", "12", True),
+        ("start: THINK? @answer\nTHINK: /<t>[a-z]+/\n", "<t>hm12", True),
+        ("start: THINK @answer\nTHINK: /<t>[a-z]+/\n", "12", False),
     ],
 )
-def test_reasoning_comes_before_the_grammar(compiler, tokenizer, reasoning, text, ok):
-    state = compiler.compile(GrammarSpec("regex", "[0-9]{2}", reasoning)).start()
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_another_grammar_comes_before_the_grammar(compiler, tokenizer, kind, before, text, ok):
+    answer = {"regex": "[0-9]{2}", "grammar": "start: /[0-9]{2}/"}[kind]
+    state = compiler.compile(GrammarSpec(kind, answer, before)).start()
     ids = tokenizer.encode(text)
     is_valid = state.num_valid(ids) == len(ids)
     for token_id in ids:

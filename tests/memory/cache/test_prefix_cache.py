@@ -239,7 +239,7 @@ def test_the_tail_of_a_running_prompt_can_be_reused_and_goes_on_growing(kind):
     assert second.num_cached_tokens == 5
     buffer_of(cache).verify(second, 5)
     for token in (6, 7, 8):
-        first.append(token)
+        first.buffer.extend([token])
     cache.extend(first, 9)
     buffer_of(cache).compute(first, 6, 9)
     cache.commit(first, 9)
@@ -259,7 +259,7 @@ def test_fork_shares_full_blocks_and_copies_the_tail(kind):
     assert twin.block_table[0] == lease.block_table[0]
     assert twin.block_table[1] != lease.block_table[1]
     for one, token in ((lease, 70), (twin, 80)):
-        one.append(token)
+        one.buffer.extend([token])
         buffer_of(cache).compute(one, 6, 7)
     buffer_of(cache).verify(lease, 7)
     buffer_of(cache).verify(twin, 7)
@@ -340,7 +340,7 @@ def test_a_conversation_reuses_its_own_answer(kind):
     lease = reserved(cache, NS, tokens(range(7)))
     compute_all(cache, lease)
     for token in range(7, 12):
-        lease.append(token)
+        lease.buffer.extend([token])
         cache.extend(lease, lease.num_tokens)
         buffer_of(cache).compute(lease, lease.num_tokens - 2, lease.num_tokens - 1)
         cache.commit(lease, lease.num_tokens - 1)

@@ -82,7 +82,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(one=running, token=st.integers(0, 2))
     def append(self, one, token):
         if one in self.alive and self.cache.extend(one.lease, one.lease.num_tokens + 1):
-            one.lease.append(token)
+            one.lease.buffer.extend([token])
 
     @rule(one=running, num_tokens=st.integers(1, 4))
     def compute_a_rejected_draft(self, one, num_tokens):

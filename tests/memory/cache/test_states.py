@@ -129,13 +129,13 @@ def test_alone_a_sequence_writes_in_place_and_leaves_checkpoints_behind() -> Non
     assert lease.state is not None
     own = lease.state.state
     for _ in range(27):
-        lease.append(7)
+        lease.buffer.extend([7])
         run(states, lease, lease.num_tokens)
         assert lease.state.state == own
-    lease.append(7)
+    lease.buffer.extend([7])
     run(states, lease, 128)
     assert deepest(states, lease, 128) == 128
-    lease.append(7)
+    lease.buffer.extend([7])
     run(states, lease, 129)
     assert lease.state.state != own  # which is the checkpoint now
     states.check([lease])
@@ -147,7 +147,7 @@ def test_the_last_state_of_an_answer_replaces_the_one_before() -> None:
     states.begin(lease, 0)
     run(states, lease, 63)
     for end in range(64, 300):
-        lease.append(7)
+        lease.buffer.extend([7])
         run(states, lease, end)
     assert deepest(states, lease, 299) == 256
     assert deepest(states, lease, 255) == 0
@@ -178,7 +178,7 @@ def test_without_room_a_sequence_takes_its_checkpoint_back() -> None:
     assert states.num_checkpoints == 1
     other = lease_of(1, 10)
     assert not states.begin(other, 0)
-    lease.append(7)
+    lease.buffer.extend([7])
     run(states, lease, 129)
     assert states.num_checkpoints == 0
     states.check([lease])
@@ -300,7 +300,7 @@ def test_forks_copy_their_open_page() -> None:
     twin = Lease(Namespace(), SPACE, lease.tokens)
     states.twin(lease, twin)
     for one in (lease, twin):
-        one.append(7)
+        one.buffer.extend([7])
         run(states, one, 51)
     assert len(copied) == 1
     states.check([lease, twin])
@@ -371,7 +371,7 @@ def test_holders_always_agree(data: st.DataObject) -> None:
                 leases.append((prompt, twin))
             elif action == "draft":
                 for _ in range(4):
-                    lease.append(prompt)
+                    lease.buffer.extend([prompt])
                 end = lease.num_tokens
                 if states.plan(lease, start, end, num_drafts=3):
                     accepted = max(start + 1, end - 3 + data.draw(st.integers(0, 3)))
@@ -379,7 +379,7 @@ def test_holders_always_agree(data: st.DataObject) -> None:
                         model.computed |= {(prompt, at) for at in range(start, accepted + 1)}
             else:
                 if start == lease.num_tokens:
-                    lease.append(prompt)
+                    lease.buffer.extend([prompt])
                 end = data.draw(st.integers(start + 1, lease.num_tokens))
                 if states.plan(lease, start, end, num_drafts=0):
                     model.computed |= {(prompt, at) for at in range(start, end + 1)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stemma.server.history.idleness import (
+from stemma.server.history.preparing import (
     BUSY_REQUESTS,
     BUSY_S,
     LOOKS_EVERY,

@@ -13,7 +13,7 @@ from tests.server.scripted_engine import ScriptedEngine
 from stemma.config.settings import Settings
 from stemma.engine.api import GenerationRequest
 from stemma.server.app import create_app
-from stemma.server.history.idleness import BUSY_REQUESTS, REST_S
+from stemma.server.history.preparing import BUSY_REQUESTS, REST_S
 from stemma.server.tenants.keyfile import add_key
 
 QUESTION = {"role": "user", "content": "How deep is the river?"}
@@ -171,7 +171,9 @@ async def test_a_lone_conversation_is_prepared_in_short_gaps(
 async def test_vain_looks_become_rare(
     client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stemma.server.history.idleness.VAIN_LOOKS", 1)  # this engine has computed all before
+    monkeypatch.setattr(
+        "stemma.server.history.preparing.VAIN_LOOKS", 1
+    )  # this engine has computed all before
     await post(client, messages=[QUESTION])
     await prepared(engine)
     await post(client, messages=[{"role": "user", "content": "Who asks?"}])

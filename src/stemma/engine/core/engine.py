@@ -507,14 +507,9 @@ class Engine:
         source: str | None = None
         if draft and self._drafter is not None:
             source = self._drafter.observe(sequence.age, sequence.tokens, draft, one.token_ids)
-        reason: FinishReason | None = None
-        num_taken = 0
-        for token_id in one.token_ids[: num_held + 1]:
-            sequence.append(token_id)
-            num_taken += 1
-            reason = sequence.state.ending.finish_reason(token_id, sequence.num_output)
-            if reason is not None:
-                break
+        drawn = one.token_ids[: num_held + 1]
+        num_taken, reason = sequence.state.ending.cut(drawn, sequence.num_output)
+        sequence.extend(drawn[:num_taken])
         sequence.num_computed += min(num_held, num_taken)
         self._keep_hidden(one.item, sequence)
         self._tally.draw(sequence.state, num_taken)

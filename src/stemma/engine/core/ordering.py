@@ -63,6 +63,9 @@ def order_waiting(
     num_cached: Callable[[W], int],
 ) -> list[W]:
     """Return the order that the settings ask for."""
+    waiting = list(waiting)
+    if len(waiting) < 2:
+        return waiting
     if settings.order == "fcfs":
         return order_fcfs(waiting)
     return order_longest_prefix(waiting, num_cached, settings.ageing_s)

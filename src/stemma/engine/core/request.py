@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -93,6 +94,7 @@ class SequenceState:
     """
 
     __slots__ = (
+        "_num_prompt",
         "_tokens",
         "common_with",
         "hidden",
@@ -121,6 +123,7 @@ class SequenceState:
         self.prefetch: Prefetch | None = None
         """While it waits: a prefetch from the lower tiers."""
         self._tokens = TokenBuffer(state.request.prompt_token_ids)
+        self._num_prompt = len(state.request.prompt_token_ids)
         self.num_computed = 0
         self.hidden: torch.Tensor | None = None
         """[H]: the model's last hidden state of token ``num_computed - 1``. Kept where drafts come from the
@@ -156,7 +159,7 @@ class SequenceState:
     @property
     def num_tokens(self) -> int:
         """Prompt and output so far."""
-        return len(self._tokens)
+        return self._num_prompt + self.num_output
 
     @property
     def num_left(self) -> int:
@@ -221,12 +224,12 @@ class SequenceState:
         self.match_version = -1
         self.common_with.clear()
 
-    def append(self, token_id: int) -> None:
-        """Add a drawn token."""
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add drawn tokens."""
         assert self.lease is not None
-        self._tokens.append(token_id)
-        self.sampling.append(token_id)
-        self.num_output += 1
+        self._tokens.extend(token_ids)
+        self.sampling.extend(token_ids)
+        self.num_output += len(token_ids)
 
 
 class Limits:

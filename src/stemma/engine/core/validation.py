@@ -79,6 +79,9 @@ class RequestValidator:
                 f"{MAX_REPORTED_VALUES}; ask for fewer",
                 param="prompt_logprobs",
             )
+        thinking = request.params.thinking
+        if thinking is not None and not all(0 <= one < self._vocab_size for one in thinking.forced_ids):
+            raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="max_thinking_tokens")
         self.grammar_of(request)
         return CheckedRequest(request)
 

@@ -148,12 +148,13 @@ class OutputProcessor:
         token_ids = first.token_ids
         if len(part) > 1:
             token_ids = tuple(one for item in part for one in item.token_ids)
-        text, num_taken = "", len(token_ids)
+        num_taken = len(token_ids)
         finish_reason, stop_reason = None, None
-        if last.finish_reason is None and not params.stop:
-            text = checker.extend(token_ids)
-        else:
-            for number, token_id in enumerate(token_ids, 1):
+        # Where there are no stop strings, none but the last token can end the sequence: the step loop knew.
+        num_plain = 0 if params.stop else num_taken - (last.finish_reason is not None)
+        text = checker.extend(token_ids[:num_plain]) if num_plain > 0 else ""
+        if num_plain < num_taken:
+            for number, token_id in enumerate(token_ids[max(0, num_plain) :], 1 + max(0, num_plain)):
                 progress = checker.append(token_id)
                 text += progress.text
                 finish_reason, stop_reason = progress.finish_reason, progress.stop_reason

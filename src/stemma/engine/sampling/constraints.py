@@ -1,4 +1,4 @@
-"""Tokens that a request forbids or favours: grammar, bias, allowed ids, bad words.
+"""Tokens that a request forbids or favours: grammar, bias, allowed ids, bad words, a budget of thinking.
 
 A `Constraints` belongs to one sequence and is asked for every row of its logits. Where a request's own rules
 leave no token at all, they are ignored for that row: a sequence must be able to go on.
@@ -15,6 +15,7 @@ import torch
 
 from stemma.engine.sampling.grammar import AllowedTokens, GrammarState, PackedMask
 from stemma.engine.sampling.params import SamplingParams
+from stemma.engine.sampling.thinking import ThinkingLimit
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BIAS_OF_BYTE: npt.NDArray[np.float32] = np.where(_BITS, 0.0, -np.inf).astype(np.float32)
@@ -61,6 +62,9 @@ class Constraints:
     def __init__(self, params: SamplingParams, vocab_size: int, grammar: GrammarState | None) -> None:
         self._grammar = grammar
         self._vocab_size = vocab_size
+        self._thinking: ThinkingLimit | None = None
+        if params.thinking is not None and params.max_thinking_tokens is not None:
+            self._thinking = ThinkingLimit(params.thinking, params.max_thinking_tokens)
         bias = [(token, value) for token, value in params.logit_bias if 0 <= token < vocab_size]
         self._bias_ids = torch.tensor([token for token, _ in bias], dtype=torch.int64)
         self._bias_values = torch.tensor([value for _, value in bias], dtype=torch.float32)
@@ -81,7 +85,8 @@ class Constraints:
     @property
     def is_grammar_alone(self) -> bool:
         """Whether there is a grammar and no other rule."""
-        return self._grammar is not None and not len(self._bias_ids) and not self._bad_words
+        has_others = len(self._bias_ids) or self._bad_words or self._thinking is not None
+        return self._grammar is not None and not has_others
 
     def packed(self, ahead: Sequence[int]) -> PackedMask | None:
         """Return the grammar's mask after the output and then `ahead`; None where nothing there is used."""
@@ -104,15 +109,24 @@ class Constraints:
         """Record a token of the output."""
         if self._grammar is not None:
             self._grammar.append(token_id)
+        if self._thinking is not None:
+            self._thinking.append(token_id)
         if self._num_kept:
             self._output = [*self._output, token_id][-self._num_kept :]
 
     def num_valid(self, draft: Sequence[int]) -> int:
-        """Return how many tokens of `draft`, in order, the grammar allows next."""
+        """Return how many tokens of `draft`, in order, grammar and budget of thinking allow next."""
+        if self._thinking is not None:
+            draft = draft[: self._thinking.num_valid(draft)]
         return len(draft) if self._grammar is None else self._grammar.num_valid(draft)
 
     def apply(self, logits: torch.Tensor, ahead: Sequence[int]) -> None:
         """Change `logits` [V] float32, which follow the output and then `ahead` (a draft), in place."""
+        forced = None if self._thinking is None else self._thinking.forced(ahead)
+        if forced is not None:
+            logits.fill_(-torch.inf)
+            logits[forced] = 0.0
+            return
         if len(self._bias_ids):
             logits[self._bias_ids.to(logits.device)] += self._bias_values.to(logits.device)
         allowed = self._allowed(ahead)

@@ -5,7 +5,7 @@ Stop strings are found where text is made (`output/stopping.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from stemma.engine.sampling.params import SamplingParams
@@ -52,6 +52,17 @@ class Ending:
     def stop_reason(self, token_id: int) -> int | None:
         """Return what clients see as the stop reason: a stop token's id, None for EOS."""
         return None if token_id in self.eos_token_ids else token_id
+
+    def cut(self, token_ids: Sequence[int], num_output: int) -> tuple[int, FinishReason | None]:
+        """Return how many of the next tokens, after `num_output`, are taken, and why the last is the end.
+
+        None: it doesn't.
+        """
+        for number, token_id in enumerate(token_ids, 1):
+            reason = self.finish_reason(token_id, num_output + number)
+            if reason is not None:
+                return number, reason
+        return len(token_ids), None
 
     def finish_reason(self, token_id: int, num_output: int) -> FinishReason | None:
         """Return why `token_id`, output token number `num_output` from 1, ends the sequence, or None."""

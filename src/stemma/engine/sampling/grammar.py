@@ -25,8 +25,6 @@ from stemma.model.foreign_code import foreign_code
 from stemma.native.masks import MaskedArgmax, masked_argmax_function
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
-Reasoning = Literal["none", "optional", "opened"]
-"""``optional``: the answer may begin with ``<think>``; ``opened``: the prompt ends with it."""
 MAX_GRAMMAR_CHARS = 64 * 1024
 GRAMMAR_MEMORY = 256 * 2**20
 MAX_LEXER_STATES = 40_000
@@ -41,6 +39,9 @@ SPECIAL_TOKEN_BYTE = 0xFF
 JSON_SPACE = r"\n? {0,16}"
 """White space between the parts of JSON: enough to indent eight levels by two. Without a bound, small models
 write spaces for ever."""
+
+JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": JSON_SPACE, "coerce_one_of": True}
+"""How llguidance reads JSON schemas."""
 
 AllowedTokens = npt.NDArray[np.bool_]
 """[V]: whether each token may come next."""
@@ -58,8 +59,8 @@ class GrammarSpec:
 
     kind: GrammarKind
     text: str = ""
-    reasoning: Reasoning = "none"
-    """Whether free text up to ``</think>`` comes first."""
+    before: str = ""
+    """A grammar in Lark that ends with ``@answer``: what comes first, such as thinking. Empty: nothing."""
     param: str = "response_format"
     """The request's field, for error messages."""
 
@@ -311,7 +312,7 @@ class GrammarCompiler:
         `owner`: the tenant. Raises InvalidRequest, naming the field, if it is none, and RateLimited or
         Overloaded if those in use leave no room for it.
         """
-        key = (owner, spec.kind, spec.text, spec.reasoning)
+        key = (owner, spec.kind, spec.text, spec.before)
         found: Grammar | None = self._store.find(key)
         if found is not None:
             return found
@@ -326,7 +327,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         try:
-            source = _after_reasoning(_source(spec), spec.reasoning)
+            source = _after(spec.before, _source(spec))
         except ValueError as error:
             raise InvalidRequest(f"{spec.param}: {error}", param=spec.param) from error
         matcher = LLMatcher(cutter.tokenizer, source, log_level=0, limits=_limits())
@@ -398,16 +399,15 @@ def _source(spec: GrammarSpec) -> str:
 def _from_schema(schema: str) -> str:
     from llguidance import LLMatcher
 
-    return str(
-        LLMatcher.grammar_from_json_schema(rewritten(schema), overrides={"whitespace_pattern": JSON_SPACE})
-    )
+    options: Any = JSON_OPTIONS
+    return str(LLMatcher.grammar_from_json_schema(rewritten(schema), overrides=options))
 
 
-def _after_reasoning(source: str, reasoning: Reasoning) -> str:
-    """Return the grammar with free text before it, as llguidance's list of grammars that name each other."""
-    if reasoning == "none":
+def _after(before: str, source: str) -> str:
+    """Return the grammar behind another, as llguidance's list of grammars that name each other."""
+    if not before:
         return source
-    begin = "think GAP" if reasoning == "opened" else '("<think>" think GAP)?'
-    lark = f'start: {begin} @answer\nthink[suffix="</think>"]: /(?s:.*)/\nGAP: /\\s{{0,4}}/\n'
-    answer = [{**grammar, "name": "answer"} for grammar in json.loads(source)["grammars"]]
-    return json.dumps({"grammars": [{"name": "whole", "lark_grammar": lark}, *answer]})
+    is_lark = not source.startswith("{")
+    first = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
+    whole = {"name": "whole", "lark_grammar": before}
+    return json.dumps({"grammars": [whole, {**first, "name": "answer"}]})

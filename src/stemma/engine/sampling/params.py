@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from stemma.engine.sampling.grammar import GrammarSpec
+from stemma.engine.sampling.thinking import ThinkingTokens
 from stemma.errors import InvalidRequest
 
 MAX_N = 8192
@@ -77,7 +78,9 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that may not appear in the output."""
     max_thinking_tokens: int | None = None
-    """Tokens of thinking behind which its end is forced; None: no limit."""
+    """Tokens of thinking at which its end is forced; None: no limit. Nothing without `thinking`."""
+    thinking: ThinkingTokens | None = None
+    """How the model begins and ends its thinking; None: it doesn't think, or in a way that isn't known."""
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest naming the first field out of range."""
@@ -117,6 +120,11 @@ class SamplingParams:
                 "left out where the output is structured",
             ),
             ("bad_words", all(self.bad_words), "non-empty"),
+            (
+                "max_thinking_tokens",
+                self.max_thinking_tokens is None or self.max_thinking_tokens >= 0,
+                ">= 0",
+            ),
         )
         for name, ok, expected in checks:
             if not ok:
@@ -125,7 +133,13 @@ class SamplingParams:
     @property
     def constrained(self) -> bool:
         """Whether something forbids tokens or changes logits, apart from penalties and `min_tokens`."""
-        return bool(self.grammar or self.logit_bias or self.allowed_token_ids or self.bad_words)
+        rules = (self.grammar, self.logit_bias, self.allowed_token_ids, self.bad_words)
+        return any(rules) or self.limits_thinking
+
+    @property
+    def limits_thinking(self) -> bool:
+        """Whether there is a budget of thinking."""
+        return self.max_thinking_tokens is not None and self.thinking is not None
 
     @property
     def greedy(self) -> bool:

@@ -1,14 +1,17 @@
 """JSON schemas as llguidance can compile them: some keywords that it doesn't know are said in others.
 
-What a rewritten schema allows, the original allows too, never more. What can't be rewritten stays as it is,
-and llguidance refuses it; `advice` says what to write instead.
+What a rewritten schema allows, the original allows too, but for two keywords that no grammar can hold:
+``uniqueItems`` where the possible arrays can't be written out, and ``oneOf`` whose schemas overlap, which is
+read as ``anyOf``. What can't be rewritten stays as it is, and llguidance refuses it; `advice` says what to
+write instead.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from itertools import permutations
 from typing import Any
 
@@ -24,8 +27,6 @@ _ONE, _LISTS, _MAPS = (
 )
 """Keywords that hold a schema, several, and several by name."""
 _ADVICE = {
-    "uniqueItems": "uniqueItems works where items is an enum and the possible arrays are at most "
-    f"{MOST_ARRAYS} (set maxItems); else write a property for each item",
     "propertyNames": "propertyNames works with an enum or a pattern alone beside additionalProperties; else "
     "write patternProperties with additionalProperties false",
     "not": "write what is allowed instead of not: an enum, a pattern, or anyOf",
@@ -36,14 +37,29 @@ _ADVICE = {
 }
 
 
+_KNOWN_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+)
+"""Formats that llguidance enforces; all others say nothing, as JSON Schema has it."""
+_REWRITTEN = ('"uniqueItems"', '"propertyNames"', '"format"', "(?!")
+_NOT_ALL_OF = re.compile(r"\^\(\?!\^(\[[^\[\]^]+\])\*\$\)")
+"""Pydantic's way to say of a ``Decimal`` that it isn't signs and dots alone."""
+
+
 def rewritten(text: str) -> str:
     """Return a JSON schema's text in keywords that llguidance knows, as far as that is possible."""
-    if '"uniqueItems"' not in text and '"propertyNames"' not in text:
+    if not any(word in text for word in _REWRITTEN):
         return text
     try:
         return json.dumps(_rewrite(json.loads(text)), ensure_ascii=False)
     except (ValueError, RecursionError):  # llguidance says what is wrong
         return text
+
+
+def embedded(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """Return a JSON schema as it stands in a grammar of Lark's, read with llguidance's `options`."""
+    text = rewritten(json.dumps(schema, ensure_ascii=False))
+    return json.dumps({**json.loads(text), "x-guidance": dict(options)}, ensure_ascii=False)
 
 
 def advice(reason: str) -> str:
@@ -66,7 +82,12 @@ def _rewrite(schema: Any) -> Any:
     for key in _MAPS:
         if isinstance(result.get(key), dict):
             result[key] = {name: _rewrite(each) for name, each in result[key].items()}
-    steps: tuple[Callable[[_Schema], _Schema], ...] = (_without_unique_items, _without_property_names)
+    steps: tuple[Callable[[_Schema], _Schema], ...] = (
+        _without_unique_items,
+        _without_property_names,
+        _without_unknown_format,
+        _without_look_ahead,
+    )
     for step in steps:
         result = step(result)
     return result
@@ -79,21 +100,18 @@ def _without_unique_items(schema: _Schema) -> _Schema:
     rest = {key: value for key, value in schema.items() if key != "uniqueItems"}
     if unique is False or (unique is True and _is_count(most) and most <= 1):
         return rest
+    if unique is not True:
+        return schema
     least = schema.get("minItems", 0)
     values = _values(schema.get("items"))
     plain = _NOTES | {"type", "items", "minItems", "maxItems", "uniqueItems"}
-    if (
-        values is None
-        or schema.keys() - plain
-        or schema.get("type", "array") != "array"
-        or unique is not True
-    ):
-        return schema
+    if values is None or schema.keys() - plain or schema.get("type", "array") != "array":
+        return rest
     if not (_is_count(least) and (most == math.inf or _is_count(most))):
-        return schema
+        return rest
     lengths = range(least, int(min(most, len(values))) + 1)
     if not lengths or sum(math.perm(len(values), length) for length in lengths) > MOST_ARRAYS:
-        return schema
+        return rest
     arrays = [list(array) for length in lengths for array in permutations(values, length)]
     return {key: rest[key] for key in rest if key in _NOTES} | {"enum": arrays}
 
@@ -134,3 +152,22 @@ def _without_property_names(schema: _Schema) -> _Schema:
     if not isinstance(known, list) or not all(isinstance(name, str) for name in known):
         return schema
     return rest | {"properties": dict.fromkeys(known, value), "additionalProperties": False}
+
+
+def _without_unknown_format(schema: _Schema) -> _Schema:
+    named = schema.get("format")
+    if not isinstance(named, str) or named in _KNOWN_FORMATS:
+        return schema
+    return {key: value for key, value in schema.items() if key != "format"}
+
+
+def _without_look_ahead(schema: _Schema) -> _Schema:
+    """Say ``^(?!^[abc]*$)`` as a second pattern: there is a character that is none of these."""
+    pattern = schema.get("pattern")
+    if not isinstance(pattern, str) or "allOf" in schema:
+        return schema
+    found = _NOT_ALL_OF.match(pattern)
+    if found is None:
+        return schema
+    others = {"type": "string", "pattern": f"[^{found.group(1)[1:]}"}
+    return schema | {"pattern": f"^{pattern[found.end() :]}", "allOf": [others]}

@@ -70,6 +70,14 @@ class SamplingState:
             self._ids = seen
             self._counts = np.zeros(len(seen), dtype=np.float32)
 
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Record tokens of the output."""
+        if self.constraints is None and not self.has_penalties:
+            self.num_output_tokens += len(token_ids)
+            return
+        for token_id in token_ids:
+            self.append(token_id)
+
     def append(self, token_id: int) -> None:
         """Record a token of the output."""
         self.num_output_tokens += 1

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stemma.insight.divergence.shapes import TEXT, Decode, TokenTexts, value_at
+from stemma.insight.divergence.shapes import SHAPES, TEXT, Decode, TokenTexts, value_at
 from stemma.insight.divergence.whatif import CacheShape, cached_tokens, moved_to_the_end
-from stemma.insight.divergence.window import NO_TOKEN, REASONS, UNKNOWN, Prompt, Records, Snapshot
+from stemma.insight.divergence.window import CHANGES, NO_TOKEN, REASONS, UNKNOWN, Prompt, Records, Snapshot
 from stemma.prefix.explain import MissReason
 
 MAX_SHOWN = 10
@@ -117,7 +117,7 @@ def find_divergences(
     num_replayed, found = 0, []
     for (shape, edge), group in costliest:
         replayed = None
-        if shape != TEXT and num_replayed < MAX_REPLAYED:
+        if shape in SHAPES and num_replayed < MAX_REPLAYED:
             num_replayed += 1
             replayed = _replay(prompts, before, shape, group, texts, cache)
         later = _EDGES.index(edge) + 1
@@ -154,6 +154,8 @@ def _classify(record: Records, texts: TokenTexts, groups: defaultdict[tuple[str,
         shape = shape if other is not None and other[0] == shape else TEXT
     if not has_parted and shape not in _CERTAIN_AT_START:
         return
+    if changed := CHANGES[record["changed"]]:
+        shape = changed
     edge = max(edge for edge in _EDGES if edge <= start)
     group = groups[shape, edge]
     group.missed += max(0, int(record["prompt"]) - int(record["cached"]))
@@ -208,6 +210,8 @@ def sentence(report: DivergenceReport, divergence: Divergence, prefill_s_per_tok
         place = f"behind token {divergence.first_token:,}"
     if divergence.shape == TEXT:
         return f"{share:.0%} of the computed tokens follow people's own words {place}."
+    if (advice := _TOOLS.get(divergence.shape)) is not None:
+        return f"{share:.0%} of the computed tokens follow {advice.format(place=place)}"
     what = f"{_ARTICLES.get(divergence.shape, 'a')} {divergence.shape}"
     text = f"{share:.0%} of the computed tokens part at {what} {place}"
     saved = report.saved_tokens(divergence)
@@ -221,6 +225,10 @@ def sentence(report: DivergenceReport, divergence: Divergence, prefill_s_per_tok
     return f"{text}: move it to the end; that would have saved {saved:,} tokens{seconds}."
 
 
+_TOOLS = {
+    "tools reordered": "the same tools in another order {place}: one order for all would save these.",
+    "tools": "a changed list of tools {place}: keep it for a session, and put those that change last.",
+}
 _ARTICLES = {"address": "an", "email": "an", "identifier": "an"}
 
 

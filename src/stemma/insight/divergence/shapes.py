@@ -26,6 +26,11 @@ _DATE = (
 )
 
 SHAPES: dict[str, re.Pattern[str]] = {
+    "nonce": re.compile(
+        r"\b(?:cch|nonce|salt|seed|(?:trace|request|session|run|message)[-_ ]?id)"
+        r"[\"']?\s*[=:]\s*[\"']?[\w.-]{4,64}",
+        re.IGNORECASE,
+    ),
     "uuid": re.compile(r"[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}"),
     "url": re.compile(r"[A-Za-z][A-Za-z+]*://[^\s<>\"')\];,]+"),
     "email": re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"),
@@ -35,6 +40,8 @@ SHAPES: dict[str, re.Pattern[str]] = {
     "date": re.compile(_DATE),
     "path": re.compile(r"(?:~|\.{1,2}|[A-Za-z]:)?(?:[/\\][\w.@+-]+){2,}[/\\]?"),
     "address": re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"),
+    "version": re.compile(r"\bv?\d{1,4}\.\d{1,4}\.\d{1,6}(?:[.+-][\w.-]{1,40})?\b"),
+    "hash": re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,64}\b"),
     "identifier": re.compile(r"\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{6,}\b"),
     "number": re.compile(r"[+-]?\d[\d,_]*(?:\.\d+)?"),
     "name": re.compile(r"(?<=[\w,:(] )[A-Z][\w'’-]+(?: [A-Z][\w'’-]+){0,3}"),

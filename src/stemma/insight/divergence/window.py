@@ -1,7 +1,7 @@
 """The last requests, as much of them as the costliest divergences need: bounded, and without text.
 
 Of each request: when it came, how long its prompt was, how much was cached, why not more, and up to 80 token
-ids around the place where it parts from a cached prompt (`RECORD_DTYPE`, 341 bytes). Of the last of these the
+ids around the place where it parts from a cached prompt (`RECORD_DTYPE`, 342 bytes). Of the last of these the
 whole prompts too, to replay them. Used on the event loop only.
 """
 
@@ -29,6 +29,9 @@ NO_TOKEN = -1
 UNKNOWN = -1
 REASONS = tuple(MissReason)
 
+CHANGES = ("", "tools reordered", "tools")
+"""Changed parts that no value's shape tells of."""
+
 RECORD_DTYPE = np.dtype(
     [
         ("at", "<f8"),
@@ -36,6 +39,7 @@ RECORD_DTYPE = np.dtype(
         ("cached", "<i4"),
         ("place", "<i4"),
         ("reason", "i1"),
+        ("changed", "i1"),
         ("before", "<i4", (MAX_CONTEXT,)),
         ("yours", "<i4", (MAX_CONTEXT,)),
         ("theirs", "<i4", (MAX_FOLLOWING,)),
@@ -87,8 +91,11 @@ class DivergenceWindow:
         """Memory of records and prompts."""
         return self._records.nbytes + 4 * self.num_prompt_tokens
 
-    def add(self, now: float, request: GenerationRequest, cache: CacheReport) -> None:
-        """Note a request that has started. O(1); the prompt is not copied."""
+    def add(self, now: float, request: GenerationRequest, cache: CacheReport, changed: str = "") -> None:
+        """Note a request that has started. O(1); the prompt is not copied.
+
+        `changed`: the part in which its conversation differs from the nearest one, one of `CHANGES`.
+        """
         prompt = request.prompt_token_ids
         parting = cache.parting
         place = cache.num_cached_tokens if parting is None else parting.num_common_tokens
@@ -97,6 +104,7 @@ class DivergenceWindow:
         record["at"], record["prompt"], record["cached"] = now, len(prompt), cache.num_cached_tokens
         record["place"] = place
         record["reason"] = UNKNOWN if cache.miss_reason is None else _NUMBERS[cache.miss_reason]
+        record["changed"] = CHANGES.index(changed) if changed in CHANGES else 0
         before, yours = prompt[max(0, place - MAX_CONTEXT) : place], prompt[place : place + MAX_CONTEXT]
         for name, ids in (("before", before), ("yours", yours)):
             record[name][: len(ids)] = ids

@@ -129,6 +129,10 @@ class CachedBlocks:
         if self._lower is not None and self._lower.stores and len(block_ids):
             self._lower.on_hit(self._describe(block_ids))
 
+    def renew_hints(self, lease: Lease, block_ids: BlockIds) -> None:
+        """Let a lease's hints hold for its leading blocks, which it still pins, whoever brought them."""
+        self.index.hint(block_ids, self._clock(), lease.traits(len(block_ids)))
+
     def conclude(self, match: Match, num_tokens: int, conclusion: Conclusion) -> None:
         """Tell the policy how the request ended whose `num_tokens` tokens with KV were found as `match`."""
         is_whole = match.num_tokens == num_tokens

@@ -80,7 +80,7 @@ class LeaseState:
 class TokenBuffer:
     """Prompt and output of one sequence. The sequence keeps it when its lease is freed.
 
-    It begins as a view of `tokens`, which nobody changes afterwards; the first `append` copies them.
+    It begins as a view of `tokens`, which nobody changes afterwards; the first `extend` copies them.
     """
 
     __slots__ = ("_num_tokens", "_tokens")
@@ -97,14 +97,15 @@ class TokenBuffer:
         """The tokens so far; later ones are written behind them or elsewhere."""
         return self._tokens[: self._num_tokens]
 
-    def append(self, token_id: int) -> None:
-        """Add an output token; amortised O(1)."""
-        if self._num_tokens == len(self._tokens):
-            grown: TokenArray = np.empty(2 * self._num_tokens + _SPARE_TOKENS, dtype=np.int32)
-            grown[: self._num_tokens] = self._tokens
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add output tokens; amortised O(1) each."""
+        end = self._num_tokens + len(token_ids)
+        if end > len(self._tokens):
+            grown: TokenArray = np.empty(2 * end + _SPARE_TOKENS, dtype=np.int32)
+            grown[: self._num_tokens] = self._tokens[: self._num_tokens]
             self._tokens = grown
-        self._tokens[self._num_tokens] = token_id
-        self._num_tokens += 1
+        self._tokens[self._num_tokens : end] = token_ids
+        self._num_tokens = end
 
 
 class Lease:
@@ -209,10 +210,6 @@ class Lease:
     def has_loaded(self) -> bool:
         """Whether a load from lower tiers has ended, so that `PrefixCache.finish_load` is due."""
         return self.pending is not None and self.pending.num_loaded.done()
-
-    def append(self, token_id: int) -> None:
-        """Add an output token; amortised O(1)."""
-        self.buffer.append(token_id)
 
     def append_blocks(self, block_ids: BlockIds) -> None:
         """Add blocks at the end of the table."""

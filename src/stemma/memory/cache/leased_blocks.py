@@ -197,7 +197,10 @@ class LeasedBlocks:
         if self._states is not None:
             self._states.end(lease)
         if self._cached is not None:
-            self._cached.index.unpin(lease.block_table[: lease.num_committed])
+            held = lease.block_table[: lease.num_committed]
+            if lease.retention.renews:
+                self._cached.renew_hints(lease, held)
+            self._cached.index.unpin(held)
         self._allocator.free(lease.block_table)
         self._tails.pop(lease, None)
         lease.num_blocks = lease.num_committed = 0

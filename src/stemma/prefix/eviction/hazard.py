@@ -154,6 +154,12 @@ class HazardPolicy(StampedPolicy):
             looked_up = np.concatenate((hits, records)) if len(hits) else records
             self._shadows.look_up(looked_up, self._capacity, now)
 
+    def hint(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
+        """Let other retention hints hold for blocks that are no candidates."""
+        table, records = self._records, self._record_of[block_ids]
+        table.rehint(records, traits)
+        table.queues[records] = table.classes[records] + table.hints[records] * NUM_CLASSES
+
     def _insert_ahead(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
         """Enter blocks that nobody has come back to: the lifetimes of those remembered go on."""
         self._classify_prompt()

@@ -130,6 +130,9 @@ class EvictionPolicy(ABC):
         Others may have used some of them since.
         """
 
+    def hint(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:  # noqa: B027 - most ignore hints
+        """The retention hints of blocks that are no candidates now are those of `traits` from here on."""
+
     @abstractmethod
     def offer(self, block_id: int) -> None:
         """The block may be evicted from now on. It has been inserted before."""

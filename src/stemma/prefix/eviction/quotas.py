@@ -85,6 +85,10 @@ class QuotaPolicy(EvictionPolicy):
         """Pass it on."""
         self.base.conclude(block_ids, conclusion)
 
+    def hint(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
+        """Pass it on."""
+        self.base.hint(block_ids, now, traits)
+
     def offer(self, block_id: int) -> None:
         """Make the block a candidate."""
         self.adopt_candidate(block_id)

@@ -115,15 +115,18 @@ class RecordTable:
         if traits.costs_s is not None or self._has_costs:
             self._has_costs = True
             self.costs[records] = 1.0 if traits.costs_s is None else traits.costs_s
-        is_hinted = bool(traits.leading) or traits.hint != NO_HINT
-        if self.has_hints or is_hinted:
-            self.has_hints = True
-            for run in traits.runs(num_blocks):
-                self.hints[records[run.start : run.end]] = self._hint_number(run.hint)
+        if self.has_hints or traits.leading or traits.hint != NO_HINT:
+            self.rehint(records, traits)
         self._states[records] = _RESIDENT
         self.num_resident += num_blocks
         self._most_resident = max(self._most_resident, self.num_resident)
         return records, np.asarray(known, dtype=np.int32)
+
+    def rehint(self, records: npt.NDArray[np.int32], traits: BlockTraits) -> None:
+        """Give blocks the hints of `traits`."""
+        self.has_hints = True
+        for run in traits.runs(len(records)):
+            self.hints[records[run.start : run.end]] = self._hint_number(run.hint)
 
     def leave(self, record: int, *, remember: bool) -> None:
         """End a residence; the record of a remembered block is dropped once too many others have left."""

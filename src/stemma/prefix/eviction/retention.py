@@ -36,11 +36,19 @@ class RetentionPolicy(RankedPolicy):
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
         """Store the hints and start the blocks' time to live."""
         self._reserve(block_ids)
+        self._hint(block_ids, traits)
+        self.access(block_ids, now)
+
+    @override
+    def hint(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
+        self._hint(block_ids, traits)
+        self._expiries_s[block_ids] = now + self._ttls_s[block_ids]
+
+    def _hint(self, block_ids: BlockIds, traits: BlockTraits) -> None:
         for run in traits.runs(len(block_ids)):
             hinted, ttl_s = block_ids[run.start : run.end], run.hint.ttl_s
             self._priorities[hinted] = run.hint.priority
             self._ttls_s[hinted] = math.inf if ttl_s is None else ttl_s
-        self.access(block_ids, now)
 
     def access(self, block_ids: BlockIds, now: float) -> None:
         """Restart the blocks' time to live."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
-
-import orjson
 
 from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
+from stemma.engine.sampling.thinking import ThinkingTokens
 from stemma.errors import InvalidRequest
+from stemma.model.tokenizer import Tokenizer
 from stemma.server.answers.events import (
     Answer,
     AnswerParser,
@@ -23,9 +24,18 @@ from stemma.server.answers.events import (
     Reasoning,
     parse,
 )
-from stemma.server.answers.families import AnswerFormat, ToolFormat
-from stemma.server.answers.reasoning import PlainParser, ReasoningParser
-from stemma.server.answers.tool_calls import ForcedCallsParser, NamedCallParser
+from stemma.server.answers.families import AnswerFormat
+from stemma.server.answers.formats.forced import forced_grammar
+from stemma.server.answers.formats.format import ReadCalls, ToolFormat
+from stemma.server.answers.formats.harmony import read_harmony
+from stemma.server.answers.formats.json_calls import read_forced
+from stemma.server.answers.formats.thinking import (
+    HARMONY_THINKING,
+    Thinking,
+    read_after_thinking,
+)
+from stemma.server.answers.parts import Parts, ReadingParser
+from stemma.server.answers.scanning import Markers, Reading, Scanner
 
 _ID_CHARS = string.ascii_letters + string.digits
 
@@ -45,18 +55,16 @@ class ToolUse:
     """Whether an answer may hold more than one call."""
 
     @property
-    def grammar(self) -> GrammarSpec | None:
-        """The form that the answer must have, where the request demands a call."""
+    def demanded(self) -> Mapping[str, Mapping[str, Any]]:
+        """The tools of which one must be called; none: a call isn't demanded."""
         if self.mode == "named":
-            schema: Mapping[str, Any] = self.schemas[self.named]
-        elif self.mode == "required":
-            calls = [_call_schema(name, arguments) for name, arguments in self.schemas.items()]
-            schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-            if not self.parallel:
-                schema = {**schema, "maxItems": 1}
-        else:
-            return None
-        return GrammarSpec("json_schema", orjson.dumps(schema).decode(), param="tools")
+            return {self.named: self.schemas[self.named]}
+        return self.schemas if self.mode == "required" else {}
+
+    @property
+    def is_single(self) -> bool:
+        """Whether an answer may hold one call only."""
+        return not self.parallel or self.mode == "named"
 
 
 def tool_use(
@@ -121,15 +129,6 @@ def _schema(tool: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]
     return name, parameters
 
 
-def _call_schema(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
     """Reads the answers of one request."""
@@ -152,53 +151,77 @@ class AnswerReader:
 
     def parser(self) -> AnswerParser:
         """Return a parser for one choice."""
-        inner: AnswerParser = PlainParser()
-        if self.tools.mode == "named":
-            inner = NamedCallParser(self.tools.named)
-        elif self.tools.mode == "required":
-            inner = ForcedCallsParser()
-        elif self.tools.mode == "auto" and self.format.tools is not None:
-            inner = self.format.tools.parser(frozenset(self.tools.schemas))
-        if not self.tools.parallel:
-            inner = _FirstCall(inner)
-        return ReasoningParser(inner, opened=self.opened) if self.format.reasoning else inner
+        return ReadingParser(self._reading(), 1 if self.tools.is_single else None)
 
-    def constrain(self, params: SamplingParams, special_tokens: Collection[str]) -> SamplingParams:
-        """Return `params` with what the answer needs: a grammar for forced calls, markers left in the text.
+    def _reading(self) -> Callable[[Scanner, Parts], Reading[None]]:
+        calls, thinking, tools = self._calls(), self.format.thinking, self.tools.schemas
+        if thinking is HARMONY_THINKING:
+            return partial(read_harmony, tools=tools, opened=self.opened, with_calls=calls is not None)
+        if thinking is None:
+            if calls is None:
+                return lambda scanner, parts: scanner.all(parts.plain)
+            return lambda scanner, parts: calls(scanner, parts, tools)
+        opens = self.format.tools.opens if self.format.tools is not None and calls is not None else ()
+        return partial(
+            read_after_thinking,
+            tools=tools,
+            thinking=Thinking(thinking, self.opened),
+            rest=calls,
+            opens=Markers(thinking.closer, *opens),
+        )
+
+    def _calls(self) -> ReadCalls | None:
+        """Return what reads the calls; None: there are none."""
+        own = None if self.format.tools is None else self.format.tools.read
+        if self.tools.mode == "auto":
+            return own
+        return partial(read_forced, own) if self.tools.demanded else None
+
+    def constrain(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+        """Return `params` with what the answer needs: a grammar for forced calls, markers left in the text,
+        and the tokens that end its thinking if that has a budget.
 
         A response format is the form of the answer's text. A forced call leaves no text, so beside one the
         format has nothing to say. Raises InvalidRequest for any other form beside a forced call.
         """
-        forced = self.tools.grammar
+        token_ids = self._special_ids(tokenizer)
+        forced = self._forced(token_ids)
         is_format = params.grammar is not None and params.grammar.param == "response_format"
         if forced is not None and params.grammar is not None and not is_format:
             message = f"{params.grammar.param} and a forced tool_choice can't be combined"
             raise InvalidRequest(message, param=params.grammar.param)
         grammar = forced or params.grammar
-        if grammar is not None and self.format.reasoning:
-            grammar = replace(grammar, reasoning="opened" if self.opened else "optional")
-        tools = self.format.tools if self.tools.mode == "auto" else None
-        keeps = tools is not None and any(marker in special_tokens for marker in tools.markers)
-        return replace(params, grammar=grammar, skip_special_tokens=params.skip_special_tokens and not keeps)
+        if grammar is not None and self.format.thinking is not None:
+            is_call = forced is not None
+            before = self.format.thinking.before_grammar(token_ids, is_open=self.opened, is_call=is_call)
+            grammar = replace(grammar, before=before)
+        skips = params.skip_special_tokens and not token_ids
+        thinking = None if params.max_thinking_tokens is None else self._thinking_tokens(tokenizer)
+        return replace(params, grammar=grammar, skip_special_tokens=skips, thinking=thinking)
 
+    def _special_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """Return the markers that are special tokens, with their ids."""
+        read = replace(self.format, tools=None) if self.tools.mode == "off" else self.format
+        hidden = read.hidden_markers(tokenizer.special_token_texts)
+        return {marker: int(tokenizer.encode(marker, add_special_tokens=False)[0]) for marker in hidden}
 
-class _FirstCall:
-    """Drops all calls but the first."""
+    def _forced(self, token_ids: Mapping[str, int]) -> GrammarSpec | None:
+        """Return the form of the call that is demanded, if one is."""
+        if not self.tools.demanded:
+            return None
+        form = None if self.format.tools is None else self.format.tools.form
+        single = self.tools.is_single
+        try:
+            text = forced_grammar(form, self.tools.demanded, token_ids, single=single)
+        except RecursionError as error:
+            raise InvalidRequest("tools: a schema nests too deeply", param="tools") from error
+        return GrammarSpec("grammar", text, param="tools")
 
-    def __init__(self, inner: AnswerParser) -> None:
-        self._inner = inner
-
-    def feed(self, text: str) -> list[Event]:
-        """Return the events of `text`."""
-        return _only_first(self._inner.feed(text))
-
-    def end(self) -> list[Event]:
-        """Return the events of what was held back."""
-        return _only_first(self._inner.end())
-
-
-def _only_first(events: list[Event]) -> list[Event]:
-    return [event for event in events if not isinstance(event, CallStart | CallArguments) or event.index == 0]
+    def _thinking_tokens(self, tokenizer: Tokenizer) -> ThinkingTokens | None:
+        if self.format.thinking is None:
+            return None
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        return self.format.thinking.tokens(lambda text: encode(text).tolist(), is_open=self.opened)
 
 
 def message_of(answer: Answer, tools: ToolFormat | None) -> dict[str, Any]:
@@ -210,7 +233,7 @@ def message_of(answer: Answer, tools: ToolFormat | None) -> dict[str, Any]:
         message["content"] = answer.content or None
         message["tool_calls"] = [
             {
-                "id": new_call_id(tools),
+                "id": call.call_id or new_call_id(tools),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
@@ -226,9 +249,10 @@ def delta_of(event: Event, tools: ToolFormat | None) -> dict[str, Any]:
             return {"content": text}
         case Reasoning(text):
             return _reasoning(text)
-        case CallStart(index, name):
+        case CallStart(index, name, call_id):
+            call_id = call_id or new_call_id(tools)
             function = {"name": name, "arguments": ""}
-            call = {"index": index, "id": new_call_id(tools), "type": "function", "function": function}
+            call = {"index": index, "id": call_id, "type": "function", "function": function}
             return {"tool_calls": [call]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

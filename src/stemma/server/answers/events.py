@@ -27,6 +27,8 @@ class CallStart:
 
     index: int
     name: str
+    call_id: str = ""
+    """What the model itself calls it; empty where its format has no names for calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class ToolCall:
 
     name: str
     arguments: str = ""
+    call_id: str = ""
 
 
 @dataclass(slots=True)
@@ -71,18 +74,21 @@ class Answer:
 
 def fold(events: Iterable[Event]) -> Answer:
     """Return the answer that `events` describe."""
-    answer = Answer()
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: list[tuple[CallStart, list[str]]] = []
     for event in events:
         match event:
             case Content(text):
-                answer.content += text
+                content.append(text)
             case Reasoning(text):
-                answer.reasoning += text
-            case CallStart(_, name):
-                answer.calls.append(ToolCall(name))
+                reasoning.append(text)
+            case CallStart():
+                calls.append((event, []))
             case CallArguments(index, text):
-                answer.calls[index].arguments += text
-    return answer
+                calls[index][1].append(text)
+    told = [ToolCall(start.name, "".join(pieces), start.call_id) for start, pieces in calls]
+    return Answer("".join(content), "".join(reasoning), told)
 
 
 def parse(parser: AnswerParser, text: str) -> Answer:

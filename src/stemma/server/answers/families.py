@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from stemma.errors import ConfigError
-from stemma.server.answers.events import AnswerParser
-from stemma.server.answers.reasoning import OPEN
-from stemma.server.answers.tool_calls import (
-    HermesParser,
-    Llama3JsonParser,
-    deepseek_parser,
-    mistral_parser,
+from stemma.server.answers.formats.format import ToolFormat
+from stemma.server.answers.formats.recognition import Template, recognized
+from stemma.server.answers.formats.registry import TOOL_FORMATS
+from stemma.server.answers.formats.thinking import (
+    HARMONY_THINKING,
+    THINK,
+    THINKING_FORMATS,
+    ThinkingFormat,
 )
 
-ToolParserFactory = Callable[[Collection[str]], AnswerParser]
-"""Makes the parser of one answer, given the names of the request's tools."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """How a family writes its tool calls."""
-
-    parser: ToolParserFactory
-    markers: tuple[str, ...]
-    """Tokens that must not be left out of the text, special or not."""
-    short_ids: bool = False
-    """Whether the template takes only ids of nine letters and digits."""
-
-
-TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(lambda names: HermesParser(), ("<tool_call>", "</tool_call>")),
-    "llama3_json": ToolFormat(Llama3JsonParser, ("<|python_tag|>",)),
-    "mistral": ToolFormat(lambda names: mistral_parser(), ("[TOOL_CALLS]", "[ARGS]"), short_ids=True),
-    "deepseek": ToolFormat(lambda names: deepseek_parser(), ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")),
-}
-
-_TEMPLATE_MARKS = (
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<｜tool▁calls▁begin｜>", "deepseek"),
-    ("<|python_tag|>", "llama3_json"),
-    ('"parameters": dictionary of argument name', "llama3_json"),
-)
-"""Marks that a template writes around calls, each with its format; the first that occurs counts."""
+_FORMER_NAMES = {"deepseek": "deepseek_v31"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +25,46 @@ class AnswerFormat:
 
     tools: ToolFormat | None
     """None: calls are not looked for unless a request demands them."""
-    reasoning: bool
-    """Whether answers may begin with ``<think>``."""
+    thinking: ThinkingFormat | None
+    """None: answers are taken as they are."""
+
+    def hidden_markers(self, special_tokens: Collection[str]) -> list[str]:
+        """Return the markers that would be left out of the text as special tokens."""
+        forms = [form for form in (self.tools, self.thinking) if form is not None]
+        return [marker for form in forms for marker in form.markers if marker in special_tokens]
 
 
-def answer_format(tool_parser: str, reasoning_parser: str, chat_template: str | None) -> AnswerFormat:
-    """Return the format that the settings name, or with ``auto`` what the template uses.
+def answer_format(tool_parser: str, reasoning_parser: str, template: Template) -> AnswerFormat:
+    """Return the format that the settings name, or with ``auto`` what the template writes.
 
     Raises ConfigError for a name that doesn't exist.
     """
-    return AnswerFormat(
-        _tool_format(tool_parser, chat_template or ""), _reasoning(reasoning_parser, chat_template or "")
-    )
+    tool_parser = _FORMER_NAMES.get(tool_parser, tool_parser)
+    _check("tool parser", tool_parser, ("auto", "off", *TOOL_FORMATS))
+    _check("reasoning parser", reasoning_parser, ("auto", "on", "off", *THINKING_FORMATS))
+    tools, thinking = recognized(template)
+    if tool_parser != "auto":
+        tools = TOOL_FORMATS.get(tool_parser)
+    if reasoning_parser == "on":
+        thinking = thinking or THINK
+    elif reasoning_parser != "auto":
+        thinking = THINKING_FORMATS.get(reasoning_parser)
+    if tools is not None and tools.name == "harmony" and reasoning_parser == "auto":
+        thinking = HARMONY_THINKING
+    return AnswerFormat(tools, thinking)
 
 
-def _tool_format(setting: str, template: str) -> ToolFormat | None:
-    if setting == "auto":
-        return next((TOOL_FORMATS[name] for mark, name in _TEMPLATE_MARKS if mark in template), None)
-    if setting == "off":
-        return None
-    if setting not in TOOL_FORMATS:
-        known = ", ".join(("auto", "off", *TOOL_FORMATS))
-        raise ConfigError(f"there is no tool parser {setting!r}; choose one of {known}")
-    return TOOL_FORMATS[setting]
+def _check(what: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ConfigError(f"there is no {what} {name!r}; choose one of {', '.join(known)}")
 
 
-def _reasoning(setting: str, template: str) -> bool:
-    if setting == "auto":
-        return OPEN in template
-    if setting not in ("on", "off"):
-        raise ConfigError(f"the reasoning parser is auto, on or off, not {setting!r}")
-    return setting == "on"
+def said(form: AnswerFormat, template: Template) -> tuple[str, bool]:
+    """Return one line on what is read from answers, and whether it is a warning."""
+    tools = "off" if form.tools is None else form.tools.name
+    thinking = "off" if form.thinking is None else form.thinking.name
+    line = f"tool calls: {tools}; thinking: {thinking}"
+    if form.tools is None and "tools" in (template.chat_template or ""):
+        unknown = "the chat template shows tools, but writes calls in a way that isn't known here"
+        return f"{line}; {unknown}: name one with --tool-parser, or calls come back as text", True
+    return line, False

@@ -1,177 +1,182 @@
-"""JSON that arrives in pieces: where a value ends, and a call's name and arguments as they come."""
+"""JSON that arrives in pieces: values, and calls as objects with a name and arguments."""
 
 from __future__ import annotations
 
 import json
-from enum import Enum, auto
+import re
+from collections.abc import Collection
 
-_SPACE = " \t\r\n"
+from stemma.server.answers.parts import Parts
+from stemma.server.answers.scanning import Reading, Scanner, Tell
 
-
-class ValueEnd:
-    """Finds where one JSON object or array ends. It checks brackets and strings, nothing else."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def feed(self, char: str) -> bool:
-        """Take the next character, the opening bracket first; return whether the value is complete."""
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._in_string = False
-            return False
-        if char == '"':
-            self._in_string = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
-        return self._depth == 0
-
-
-class _Stage(Enum):
-    BEFORE = auto()
-    KEY = auto()
-    IN_KEY = auto()
-    COLON = auto()
-    VALUE = auto()
-    IN_VALUE = auto()
-    AFTER_VALUE = auto()
-    COMPLETE = auto()
-    BROKEN = auto()
-
-
-class CallObject:
-    """Reads ``{"name": ..., "arguments": {...}}`` (or ``parameters``) character by character.
-
-    `name` is set once it is known. `take_arguments` returns the JSON text of the arguments that has arrived.
-    Arguments before the name wait for it; arguments that are a string hold JSON text themselves.
-    """
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.raw = ""
-        self._stage = _Stage.BEFORE
-        self._key = ""
-        self._value = ""
-        self._end: ValueEnd | None = None
-        self._arguments = ""
-        self._has_arguments = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether the object's closing brace has arrived."""
-        return self._stage is _Stage.COMPLETE
-
-    @property
-    def broken(self) -> bool:
-        """Whether this is no call: not JSON, or an object without a name."""
-        return self._stage is _Stage.BROKEN
-
-    def take_arguments(self) -> str:
-        """Return the text of the arguments since the last call; empty until the name is known."""
-        if self.name is None:
-            return ""
-        text, self._arguments = self._arguments, ""
-        return text
-
-    def feed(self, text: str) -> str:
-        """Read `text` up to the end of the object; return what follows the object."""
-        for position, char in enumerate(text):
-            if self.complete or self.broken:
-                return text[position:]
-            self.raw += char
-            self._step(char)
-        return ""
-
-    def _step(self, char: str) -> None:
-        stage = self._stage
-        if stage is _Stage.IN_KEY:
-            self._read_key(char)
-        elif stage is _Stage.IN_VALUE:
-            self._read_value(char)
-        elif char in _SPACE:
-            return
-        elif stage is _Stage.BEFORE and char == "{":
-            self._stage = _Stage.KEY
-        elif stage is _Stage.KEY and char == '"':
-            self._stage, self._key = _Stage.IN_KEY, char
-        elif stage is _Stage.COLON and char == ":":
-            self._stage = _Stage.VALUE
-        elif stage is _Stage.VALUE:
-            self._stage, self._value, self._end = _Stage.IN_VALUE, "", None
-            self._read_value(char)
-        elif stage is _Stage.AFTER_VALUE and char == ",":
-            self._stage = _Stage.KEY
-        elif stage in (_Stage.AFTER_VALUE, _Stage.KEY) and char == "}":
-            self._finish()
-        else:
-            self._stage = _Stage.BROKEN
-
-    def _read_key(self, char: str) -> None:
-        self._key += char
-        if char == '"' and not _escaped_end(self._key):
-            self._stage = _Stage.COLON
-
-    def _read_value(self, char: str) -> None:
-        if not self._value:
-            self._end = ValueEnd() if char in "{[" else None
-        if self._end is not None:
-            self._value += char
-            if self._key in _ARGUMENT_KEYS:
-                self._has_arguments = True
-                self._arguments += char
-            if self._end.feed(char):
-                self._close_value()
-        elif self._value.startswith('"') or (not self._value and char == '"'):
-            self._value += char
-            if len(self._value) > 1 and char == '"' and not _escaped_end(self._value):
-                self._close_value()
-        elif char in ",}" or char in _SPACE:
-            self._close_value()
-            self._step(char)
-        else:
-            self._value += char
-
-    def _close_value(self) -> None:
-        self._stage = _Stage.AFTER_VALUE
-        if self._key == '"name"':
-            name = _string(self._value)
-            if not name:
-                self._stage = _Stage.BROKEN
-            self.name = name
-        elif self._key in _ARGUMENT_KEYS and not self._value.startswith(("{", "[")):
-            self._has_arguments = True
-            self._arguments += _string(self._value) or ("{}" if self._value == "null" else self._value)
-
-    def _finish(self) -> None:
-        if self.name is None:
-            self._stage = _Stage.BROKEN
-            return
-        if not self._has_arguments:
-            self._arguments = "{}"
-        self._stage = _Stage.COMPLETE
-
-
+_BETWEEN_STRINGS = re.compile(r'[^"{}\[\]<]*')
+_IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
+_SCALAR = re.compile(r'[^\s,{}\[\]<"]*')
+_CLOSER = {"{": "}", "[": "]"}
+_NAME_KEYS = ('"name"', '"tool_name"')
 _ARGUMENT_KEYS = ('"arguments"', '"parameters"')
 
 
-def _escaped_end(text: str) -> bool:
-    """Return whether the last character of a JSON string is escaped."""
-    before = text[:-1]
-    return (len(before) - len(before.rstrip("\\"))) % 2 == 1
+def value(scanner: Scanner, tell: Tell) -> Reading[None]:
+    """Tell the JSON value that follows as it comes.
+
+    Brackets that the model left open are closed where an outer one closes, or where something follows that
+    can't be JSON: a marker. Line breaks as such in strings are told as JSON writes them.
+    """
+    first = yield from scanner.peek()
+    if first == '"':
+        yield from string(scanner, tell)
+    elif first in ("{", "["):
+        yield from _container(scanner, tell)
+    else:
+        yield from scanner.run(_SCALAR, tell)
 
 
-def _string(text: str) -> str | None:
+def _container(scanner: Scanner, tell: Tell) -> Reading[None]:
+    closers: list[str] = []
+    while True:
+        yield from scanner.run(_BETWEEN_STRINGS, tell)
+        char = yield from scanner.peek()
+        if char == '"':
+            yield from string(scanner, tell)
+        elif char in _CLOSER:
+            closers.append(_CLOSER[char])
+            tell((yield from scanner.chars(1)))
+        elif char in ("}", "]"):
+            yield from scanner.chars(1)
+            while char in closers:
+                tell(closers[-1])
+                if closers.pop() == char:
+                    break
+        else:
+            if char:
+                tell("".join(reversed(closers)))
+            return
+        if not closers:
+            return
+
+
+def string(scanner: Scanner, tell: Tell) -> Reading[None]:
+    """Tell the JSON string that follows, with its quotes."""
+    tell((yield from scanner.chars(1)))
+    while True:
+        yield from scanner.run(_IN_STRING, tell)
+        char = yield from scanner.peek()
+        if char == "\\":
+            tell((yield from scanner.chars(2)))
+            continue
+        yield from scanner.chars(1)
+        if char == '"' or not char:
+            tell(char)
+            return
+        tell(escaped(char))
+
+
+def escaped(text: str) -> str:
+    """Return `text` as it stands within a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def arguments(scanner: Scanner, tell: Tell) -> Reading[None]:
+    """Tell the arguments of a call: a JSON value, or a string that holds one; nothing and null are ``{}``."""
+    if (yield from scanner.peek()) in ("{", "["):
+        yield from value(scanner, tell)
+        return
+    pieces: list[str] = []
+    yield from value(scanner, pieces.append)
+    text = "".join(pieces)
+    held = unquoted(text)
+    if held is not None:
+        tell(held.strip() or "{}")
+    elif text != "null":
+        tell(text)
+    elif not scanner.is_over:
+        tell("{}")
+
+
+def unquoted(text: str) -> str | None:
     """Return the string that JSON `text` is, or None."""
     try:
-        value = json.loads(text, strict=False)
-    except ValueError:
+        found = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, str) else None
+    return found if isinstance(found, str) else None
+
+
+def call(scanner: Scanner, parts: Parts, known: Collection[str] | None = None) -> Reading[bool]:
+    """Read ``{"name": ..., "arguments": {...}}`` (or ``parameters``); return whether it is a call.
+
+    Arguments before the name wait for it. What was passed is recorded until the name is known; a call of none
+    of `known` is none.
+    """
+    scanner.record()
+    yield from scanner.chars(1)
+    held: list[str] = []
+    is_call, has_arguments = False, False
+    while True:
+        key = yield from _key(scanner)
+        if not key:
+            break
+        if key in _NAME_KEYS and not is_call:
+            pieces: list[str] = []
+            yield from value(scanner, pieces.append)
+            name = unquoted("".join(pieces))
+            if not name or (known is not None and name not in known):
+                return False
+            is_call = True
+            scanner.recorded()
+            parts.call(name)
+            parts.arguments("".join(held))
+        elif key in _ARGUMENT_KEYS and not has_arguments:
+            has_arguments = True
+            yield from arguments(scanner, parts.arguments if is_call else held.append)
+        else:
+            yield from value(scanner, _nothing)
+        yield from scanner.space()
+        if not (yield from scanner.accept(",")):
+            break
+    is_closed = yield from scanner.accept("}")
+    if is_call and not has_arguments and (is_closed or not scanner.is_over):
+        parts.arguments("{}")
+    return is_call
+
+
+def _key(scanner: Scanner) -> Reading[str]:
+    """Return the next key of an object, with its quotes, behind its colon; empty if there is none."""
+    yield from scanner.space()
+    if (yield from scanner.peek()) != '"':
+        return ""
+    pieces: list[str] = []
+    yield from string(scanner, pieces.append)
+    yield from scanner.space()
+    if not (yield from scanner.accept(":")):
+        return ""
+    yield from scanner.space()
+    return "".join(pieces)
+
+
+def _nothing(text: str) -> None:
+    pass
+
+
+_BEFORE_CALLS = re.compile(r"[\s\[]*")
+_BESIDE_CALLS = re.compile(r"[\s,;\]}]*")
+
+
+def calls(scanner: Scanner, parts: Parts, known: Collection[str] | None = None) -> Reading[str | None]:
+    """Read a call, several side by side, or a list of them; return the white space behind. None: no call.
+
+    What was passed is recorded until the first name is known.
+    """
+    scanner.record()
+    yield from scanner.word(_BEFORE_CALLS)
+    space = None
+    while (yield from scanner.peek()) == "{":
+        if not (yield from call(scanner, parts, known)):
+            if space is not None:
+                parts.content(space + scanner.recorded())
+                space = ""
+            break
+        gap = yield from scanner.word(_BESIDE_CALLS)
+        space = gap[len(gap.rstrip()) :]
+    return space

@@ -1,13 +1,14 @@
-"""Log-probabilities in the two shapes of OpenAI's API."""
+"""Log-probabilities in the two shapes of OpenAI's API, and the answers that they make the best."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.model.tokenizer import Tokenizer
+from stemma.server.observe.collected import CollectedSequence
 
 TextOf = Callable[[int], str]
 """From a token's id to its text, special ones included."""
@@ -83,3 +84,19 @@ class CompletionLogprobs:
             offsets.append(self._offset)
             self._offset += len(text)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def keep_best(sequences: Sequence[CollectedSequence], n: int) -> Sequence[CollectedSequence]:
+    """Return the `n` sequences with the highest mean log-probability per token, best first.
+
+    If there are no more than `n`, they keep their order. A sequence without tokens comes last.
+    """
+    if len(sequences) <= n:
+        return sequences
+    return sorted(sequences, key=_mean_logprob, reverse=True)[:n]
+
+
+def _mean_logprob(sequence: CollectedSequence) -> float:
+    if not sequence.logprobs:
+        return float("-inf")
+    return sum(entry.logprob for entry in sequence.logprobs) / len(sequence.logprobs)

@@ -23,6 +23,7 @@ class UsageMeter:
         self._num_generated: dict[int, int] = {}
         self._drafts: dict[int, Mapping[str, DraftCount]] = {}
         self._queue_wait_s = 0.0
+        self._notes: dict[str, Any] = {}
 
     @classmethod
     def of(cls, results: Iterable[Collected]) -> UsageMeter:
@@ -40,6 +41,8 @@ class UsageMeter:
         self._cache[index] = news.cache
         self._num_generated[index] = news.num_generated_tokens
         self._drafts[index] = news.drafts
+        if isinstance(news, Collected):
+            self._notes |= news.notes
         self._queue_wait_s = max(self._queue_wait_s, news.queue_wait_s)
 
     def counts(self) -> dict[str, int]:
@@ -80,6 +83,7 @@ class UsageMeter:
             **_prepared(sum(report.num_prepared_tokens for report in self._cache.values())),
             **({"drafts": drafts} if (drafts := self._draft_detail()) else {}),
             **(explanation_of(missed) if missed else {}),
+            **self._notes,
         }
 
     def _draft_detail(self) -> dict[str, dict[str, int]]:

@@ -13,8 +13,7 @@ from starlette.responses import Response
 from stemma.engine.api import RequestOutput, SequenceDelta
 from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
-from stemma.server.answers.best_of import keep_best
-from stemma.server.answers.logprobs import CompletionLogprobs, TextOf
+from stemma.server.answers.logprobs import CompletionLogprobs, TextOf, keep_best
 from stemma.server.answers.prompt_logprobs import entries, vllm_prompt_logprobs
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
 from stemma.server.errors import json_response, openai_error

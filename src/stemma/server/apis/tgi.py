@@ -14,9 +14,8 @@ from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
-from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.finish import finish_reason
-from stemma.server.answers.logprobs import FLOOR
+from stemma.server.answers.logprobs import FLOOR, keep_best
 from stemma.server.answers.usage import cache_detail, cached_header
 from stemma.server.apis.tgi_tokens import stream_tokens, token_entry
 from stemma.server.apis.vllm_generate import generate_vllm

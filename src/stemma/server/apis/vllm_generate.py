@@ -9,7 +9,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.server.answers.best_of import keep_best
+from stemma.server.answers.logprobs import keep_best
 from stemma.server.answers.usage import cached_header
 from stemma.server.errors import json_response, tgi_error
 from stemma.server.schemas.tgi import VLLMGenerateRequest

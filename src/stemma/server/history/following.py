@@ -1,4 +1,4 @@
-"""An answer's ids are kept as it ends, and its cache report says what history knows of its prompt.
+"""As an answer ends its ids are kept and the cache learns who goes on; reports say what history knows.
 
 The engine knows token ids alone. What happened to an answer's text before it came back is known here.
 """
@@ -8,17 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from stemma.engine.api import CacheReport, GenerationRequest
+from stemma.engine.client import EngineClient
 from stemma.model.tokenizer import Tokenizer
+from stemma.prefix.eviction.policy import Conclusion, Ending
 from stemma.prefix.explain import MissReason
 from stemma.prefix.image_ids import FIRST_IMAGE_ID, are_images
 from stemma.server.history.answers import WrittenAnswers
 from stemma.server.history.joining import History, Parted
 from stemma.server.observe.collected import Collected, CollectedSequence, TurnObserver
-from stemma.types import FinishReason, TokenArray
+from stemma.types import FinishReason, TokenArray, as_tokens
 
 _REACH_TOKENS = 4
 """A prompt parts from an answer at most so many tokens behind the place where their texts part."""
+
+
+ToolsOf = Callable[[str], tuple[str, ...]]
+"""Finds the names of the tools that an answer with this text calls."""
 
 
 class AnswerKeeper(TurnObserver):
@@ -54,6 +62,32 @@ class AnswerKeeper(TurnObserver):
             token_ids = token_ids[:-1]
         if token_ids:
             self._written.keep(self._history.answer(token_ids))
+
+
+class Concluder(TurnObserver):
+    """Tells of the first answer to one request."""
+
+    def __init__(self, engine: EngineClient, request: GenerationRequest, tools_of: ToolsOf | None) -> None:
+        """`tools_of`: None where no conversation is known, so that nobody can tell who goes on."""
+        self._engine, self._request, self._tools_of = engine, request, tools_of
+        has_answer = request.beam is None and request.pooling is None
+        self._is_on = has_answer and request.params.n == 1
+
+    async def finished(self, so_far: Collected) -> None:
+        """Tell the cache how it ended."""
+        if not self._is_on or not so_far.sequences:
+            return
+        [answer] = so_far.sequences
+        if answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            tokens = np.concatenate((self._request.prompt_token_ids, as_tokens(answer.token_ids)))
+            self._engine.conclude(self._request.namespace, tokens, self._conclusion(answer))
+
+    def _conclusion(self, answer: CollectedSequence) -> Conclusion:
+        num_tokens = len(answer.token_ids)
+        if answer.finish_reason is not FinishReason.STOP or self._tools_of is None:
+            return Conclusion(num_output_tokens=num_tokens)
+        tools = self._tools_of(answer.text)
+        return Conclusion(Ending.TOOL if tools else Ending.TURN, num_tokens, tools)
 
 
 class HistoryReport:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from stemma.engine.api import CacheReport, DraftCount, RequestOutput
 from stemma.engine.pooling import Vector
@@ -49,6 +50,8 @@ class Collected:
     """The vector of a prompt that was asked for instead of an answer."""
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
     is_finished: bool = False
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What else the answer's ``stemma`` object says, by observers."""
 
     @classmethod
     def nothing(cls, num_prompt_tokens: int, *, keeps_logprobs: bool = True) -> Collected:
@@ -93,3 +96,37 @@ class TurnObserver:
 
     def ended(self, so_far: Collected, outcome: str) -> None:
         """It is over: ``ok``, ``error``, ``refused`` or ``aborted``. Called exactly once."""
+
+
+class Observers(TurnObserver):
+    """Those of one turn, in their order, as one."""
+
+    def __init__(self, observers: Iterable[TurnObserver | None]) -> None:
+        """None: one that has nothing to see there."""
+        self._all = [one for one in observers if one is not None]
+        kinds = ("began", "spoke", "finished", "ended")
+        plain = {kind: getattr(TurnObserver, kind) for kind in kinds}
+        self._of = {
+            kind: [one for one in self._all if getattr(type(one), kind) is not plain[kind]] for kind in kinds
+        }
+        """Who looks at what."""
+
+    def began(self, so_far: Collected) -> None:
+        """Tell each."""
+        for one in self._of["began"]:
+            one.began(so_far)
+
+    def spoke(self, so_far: Collected) -> None:
+        """Tell each."""
+        for one in self._of["spoke"]:
+            one.spoke(so_far)
+
+    async def finished(self, so_far: Collected) -> None:
+        """Tell each."""
+        for one in self._of["finished"]:
+            await one.finished(so_far)
+
+    def ended(self, so_far: Collected, outcome: str) -> None:
+        """Tell each."""
+        for one in self._of["ended"]:
+            one.ended(so_far, outcome)

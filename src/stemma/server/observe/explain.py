@@ -21,6 +21,7 @@ from stemma.errors import InvalidRequest
 from stemma.model.tokenizer import Tokenizer
 from stemma.prefix.explain import MissReason
 from stemma.server.observe.explanations import Explanation
+from stemma.server.observe.prompt_parts import Difference
 
 _HEADER = "x-stemma-explain"
 _ANSWERS = {"": False, "0": False, "false": False, "1": True, "true": True}
@@ -48,6 +49,16 @@ def explanation_of(cache: CacheReport) -> dict[str, Any]:
     if isinstance(cache, ExplainedReport) and cache.explanation is not None:
         return {"explanation": cache.explanation}
     return {}
+
+
+def _changed(difference: Difference | None) -> dict[str, Any] | None:
+    if difference is None:
+        return None
+    return {
+        "part": difference.changed.value,
+        "detail": difference.detail,
+        "missed_tokens": difference.num_missed_tokens,
+    }
 
 
 class Explainer:
@@ -89,6 +100,7 @@ class Explainer:
             "reason": cache.miss_reason,
             "detail": cache.miss_detail,
             "parts_at": None,
+            "changed": _changed(note.difference),
         }
         if has_place and cache.miss_reason not in (None, MissReason.LAST_TOKEN):
             shown["parts_at"] = await self._in_thread(lambda: self._place(note, quotes_cached))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.insight.divergence.window import DivergenceWindow
+from stemma.prefix.explain import MissReason
 from stemma.prefix.index import MAX_FOLLOWING
 from stemma.server.observe.collected import Collected, TurnObserver
+from stemma.server.observe.prompt_parts import Difference, PromptParts, RecentPrompts
 
 MAX_EXPLANATIONS = 1024
 MAX_EXPLANATION_BYTES = 4 << 20
@@ -33,6 +35,8 @@ class Explanation:
     """Prompt tokens from there on, `MAX_FOLLOWING` at most."""
     x_request_id: str = ""
     """The id of the HTTP request that it came with."""
+    difference: Difference | None = None
+    """How its conversation differs from the nearest of the last ones, where it parts from what is cached."""
 
     @classmethod
     def of(cls, request: GenerationRequest, cache: CacheReport, x_request_id: str = "") -> Explanation:
@@ -105,13 +109,22 @@ class PartingNote(TurnObserver):
         divergences: DivergenceWindow,
         request: GenerationRequest,
         x_request_id: str,
+        recent: RecentPrompts,
+        parts: PromptParts | None,
     ) -> None:
+        """`parts`: None, it is no conversation."""
         self._explanations = explanations
+        self._recent, self._parts = recent, parts
         self._divergences = divergences
         self._request = request
         self._x_request_id = x_request_id
 
     def began(self, so_far: Collected) -> None:
         """Keep both notes."""
-        self._explanations.add(Explanation.of(self._request, so_far.exact, self._x_request_id))
-        self._divergences.add(time.monotonic(), self._request, so_far.exact)
+        difference = None
+        if self._parts is not None and so_far.exact.miss_reason == MissReason.DIVERGED:
+            difference = self._recent.nearest(self._request, self._parts)
+        note = Explanation.of(self._request, so_far.exact, self._x_request_id)
+        self._explanations.add(replace(note, difference=difference))
+        changed = None if difference is None else difference.changed.value
+        self._divergences.add(time.monotonic(), self._request, so_far.exact, changed or "")

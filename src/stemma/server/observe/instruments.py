@@ -8,6 +8,7 @@ from stemma.insight.divergence.window import DivergenceWindow
 from stemma.server.observe.explain import Explainer
 from stemma.server.observe.explanations import Explanations
 from stemma.server.observe.metrics import ServerMetrics
+from stemma.server.observe.prompt_parts import RecentPrompts
 from stemma.server.observe.usage_ledger import UsageLedger
 from stemma.server.observe.watches import Watches
 
@@ -22,3 +23,4 @@ class Instruments:
     explanations: Explanations
     explainer: Explainer
     divergences: DivergenceWindow
+    recent: RecentPrompts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -44,10 +44,13 @@ class Kinds:
 
     def speaks(self, given: Any) -> bool:
         """Whether an object is part of the prompt."""
-        return isinstance(given, Mapping) and self.treatment(given) == "spoken"
+        return isinstance(given, dict) and self.treatment(given) == "spoken"
 
     def treatment(self, given: Mapping[str, Any]) -> Literal["spoken", "skipped", "refused"]:
         """Return what is done with an object."""
+        named = given.get("type")
+        if type(named) is str and named in self.spoken:  # nearly all
+            return "spoken"
         kind = self.kind(given)
         if kind in self.spoken:
             return "spoken"
@@ -83,16 +86,26 @@ class RequestModel(BaseModel):
         return frozenset(fields) | frozenset(cls.refused) | cls.harmless | cls.hints
 
 
-def objects_at(value: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the objects in the lists at `place` of a body, each with its path: ``messages[0].content[1]``."""
-    found: list[tuple[str, Any]] = [("", value)]
+def objects_at(body: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    """Return the objects in the lists at `place` of a body: those of all lists in lists."""
+    found: list[Any] = [body]
     for name in place.split("."):
         found = [
-            (f"{path}.{name}[{number}]" if path else f"{name}[{number}]", one)
-            for path, each in found
-            if isinstance(each, Mapping) and isinstance(each.get(name), list)
-            for number, one in enumerate(each[name])
+            one
+            for each in found
+            if type(each) is dict and type(inner := each.get(name)) is list
+            for one in inner
         ]
-    for path, one in found:
-        if isinstance(one, Mapping):
-            yield path, one
+    return [one for one in found if type(one) is dict]
+
+
+def path_of(one: object, body: Mapping[str, Any], place: str) -> str:
+    """Return where `one`, an object at `place`, is: e.g. ``messages[0].content[1]``."""
+    name, _, rest = place.partition(".")
+    inner = body.get(name)
+    for number, each in enumerate(inner if isinstance(inner, list) else ()):
+        if each is one and not rest:
+            return f"{name}[{number}]"
+        if rest and isinstance(each, dict) and (found := path_of(one, each, rest)):
+            return f"{name}[{number}].{found}"
+    return ""

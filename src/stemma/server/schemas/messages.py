@@ -11,6 +11,7 @@ from stemma.server.schemas.base import Kinds, RequestModel, undated
 from stemma.server.schemas.bounds import (
     MAX_MESSAGES,
     MAX_STOPS,
+    Count,
     Name,
     Parts,
     PositiveCount,
@@ -133,6 +134,13 @@ class ClaudeTool(RequestModel):
         return undated(self.type or TOOLS.default)
 
 
+class Diagnostics(RequestModel):
+    """What is to be told of the cache."""
+
+    previous_message_id: Name | None = None
+    """Say what changed since this answer's request; None: nothing yet."""
+
+
 class CountTokensRequest(RequestModel):
     """Body of ``POST /v1/messages/count_tokens``: what a prompt is made of."""
 
@@ -159,7 +167,6 @@ class CountTokensRequest(RequestModel):
         {
             "betas",
             "billing_policy",
-            "diagnostics",
             "fallback_credit_token",
             "inference_geo",
             "service_tier",
@@ -177,6 +184,7 @@ class CountTokensRequest(RequestModel):
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
     """A mark at the end of the prompt."""
+    diagnostics: Diagnostics | None = None
     output_config: dict[str, Any] | None = None
     """``format``: a JSON schema that the answer follows; ``effort`` for templates that know it."""
     context_management: dict[str, Any] | None = None
@@ -188,7 +196,8 @@ class CountTokensRequest(RequestModel):
 class MessagesRequest(CountTokensRequest, KeptRequest, ContinuedRequest):
     """Body of ``POST /v1/messages``."""
 
-    max_tokens: PositiveCount
+    max_tokens: Count
+    """0: the prompt is computed for later, and there is no answer."""
     stop_sequences: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stream: bool = False
     temperature: Share | None = None

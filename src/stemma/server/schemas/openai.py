@@ -108,8 +108,6 @@ class OpenAIRequest(SearchedRequest, KeptRequest):
             "store",
             "service_tier",
             "safety_identifier",
-            "prompt_cache_options",
-            "prompt_cache_retention",
             "request_id",
             "stream_interval",
         }
@@ -305,7 +303,11 @@ class ChatRequest(OpenAIRequest, ContinuedRequest, ThinkingRequest):
     @model_validator(mode="before")
     @classmethod
     def _in_new_words(cls, given: Any) -> Any:
-        return tool_request(given) if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        reasoning = given.get("reasoning")
+        hides = isinstance(reasoning, dict) and reasoning.get("exclude") is True
+        return tool_request({**given, "include_reasoning": False} if hides else given)
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     functions: Tools | None = None

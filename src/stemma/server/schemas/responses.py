@@ -176,9 +176,8 @@ class ResponsesRequest(SampledRequest, KeptRequest, ContinuedRequest):
     hints: ClassVar[frozenset[str]] = frozenset({"context_management", "max_tool_calls"})
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
+            "client_metadata",
             "image",
-            "prompt_cache_options",
-            "prompt_cache_retention",
             "request_id",
             "safety_identifier",
             "service_tier",

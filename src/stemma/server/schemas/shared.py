@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import (
+    MAX_KEPT,
     MAX_STOPS,
     BadWords,
     Choices,
     Count,
     LengthPenalty,
+    Name,
     Penalty,
     PositiveCount,
     PositiveShare,
@@ -31,8 +33,44 @@ from stemma.server.schemas.bounds import (
 )
 
 
+class PromptCacheOptions(RequestModel):
+    """OpenAI's options of the prompt cache."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"mode"})
+
+    ttl: Name | None = None
+    """How long the prompt should stay at least: ``30m``, ``12h``, any number of s, m, h or d."""
+    prewarm: bool = False
+    """Compute the prompt and give no answer."""
+    comparison_response_id: Name | None = None
+    """Say what changed since this response. For `/v1/responses`."""
+
+
+class KvHintAction(RequestModel):
+    """What is asked of the cache."""
+
+    action_id: Name
+    action_type: Name
+    action_version: Name
+    payload: dict[str, Any]
+
+
+class KvHints(RequestModel):
+    """The envelope of an orchestrator's wishes, as vLLM, SGLang and Dynamo have it."""
+
+    protocol_version: Literal["0.1"]
+    message_id: Name
+    actions: Annotated[list[KvHintAction], Field(max_length=MAX_KEPT)]
+
+
 class KeptRequest(RequestModel):
     """Rules for a request's blocks: which of them others may share, and how long they should stay."""
+
+    kv_hints: KvHints | None = None
+    """Wishes that are executed, each with a verdict in the answer's ``stemma.kv_hints``."""
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: Name | None = None
+    """OpenAI's older word for the ttl: ``in_memory`` or ``24h``."""
 
     cache_salt: Salt | None = None
     """Prompts with different salts never share cached blocks."""

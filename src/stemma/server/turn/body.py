@@ -13,7 +13,7 @@ from stemma.errors import InvalidRequest
 from stemma.server.access import tenant_of
 from stemma.server.admission.caller import caller
 from stemma.server.observe.ignored_hints import count_hint
-from stemma.server.schemas.base import Kinds, RequestModel, objects_at
+from stemma.server.schemas.base import Kinds, RequestModel, objects_at, path_of
 from stemma.server.schemas.bounds import MAX_FIELDS, MAX_JSON_VALUES
 from stemma.server.transport.incoming import limited_chunks
 from stemma.server.turn.intake import intake_of
@@ -123,10 +123,10 @@ def _review(model: type[RequestModel], body: dict[str, Any], prefix: str = "") -
 def _review_kinds(kinds: Kinds, body: dict[str, Any], place: str) -> None:
     """Count what is skipped, each kind once; raise InvalidRequest for what is refused."""
     skipped = set()
-    for where, one in objects_at(body, place):
+    for one in objects_at(body, place):
         treatment = kinds.treatment(one)
         if treatment == "refused":
-            shown = str(one.get("type"))[:_MAX_FIELD_CHARS]
+            where, shown = path_of(one, body, place), str(one.get("type"))[:_MAX_FIELD_CHARS]
             raise InvalidRequest(
                 f"{where}: {kinds.noun} of type {shown!r} are not supported", param=f"{where}.type"
             )

@@ -20,10 +20,15 @@ from stemma.server.answers.chat import AnswerReader
 from stemma.server.history.joining import History
 from stemma.server.history.next_turn import NextTurn
 from stemma.server.observe.explain import is_asked
+from stemma.server.observe.prompt_parts import Difference, PromptParts, RecentPrompts
 from stemma.server.tenants.namespace import tenant_namespace
 from stemma.server.tenants.published import PublishedPrefixes
 from stemma.server.turn.hints import NO_HINTS, Hints, session_of
+from stemma.server.turn.kv_hints import Judged, judge
 from stemma.types import TokenArray
+
+_NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+"""What an engine is asked for that is to compute a prompt: it draws one token, which nobody gets."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +40,8 @@ class Prompt:
     """None: exact history is off for it."""
     images: PromptImages | None = None
     """None: it has none."""
+    parts: PromptParts | None = None
+    """What it was rendered from; None: it is no conversation."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -67,12 +74,24 @@ class Turn:
     asked: Asked
     is_explained: bool = False
     """Its client asked why what isn't reused isn't."""
+    judged: Judged | None = None
+    """Its ``kv_hints``; None: it has none."""
+
+    @property
+    def prewarms(self) -> bool:
+        """Whether the prompt is computed for later, and there is no answer."""
+        return self.asked.hints.prewarms or (self.judged is not None and self.judged.prewarms)
 
     @property
     def reader(self) -> AnswerReader:
         """What reads its answer; for planes that gave one."""
         assert self.asked.reader is not None
         return self.asked.reader
+
+    def since(self, recent: RecentPrompts, earlier_id: str) -> Difference | None:
+        """Return how it differs from an earlier turn; None: that isn't known any more, or is another's."""
+        parts = self.asked.prompt.parts
+        return None if parts is None else recent.since(earlier_id, self.request, parts)
 
     def tools_called(self, text: str) -> tuple[str, ...]:
         """Return the names of the tools that a whole answer calls."""
@@ -90,21 +109,27 @@ class TurnBuilder:
 
     def build(self, http: Request, api: str, asked: Asked) -> Turn:
         """Return the turn. Raises Unauthorized without a tenant, where there are tenants."""
+        hints, num_tokens = asked.hints, len(asked.prompt.token_ids)
+        judged = None
+        if hints.kv_hints is not None:
+            may_pin = self.access.keys is None
+            judged = judge(hints.kv_hints, hints.retention, num_tokens, may_pin=may_pin)
+        prewarms = hints.prewarms or (judged is not None and judged.prewarms)
         request = GenerationRequest(
             request_id=asked.request_id,
             prompt_token_ids=asked.prompt.token_ids,
-            params=self._limited(asked.params),
+            params=_NO_ANSWER if prewarms else self._limited(asked.params),
             namespace=self._namespace(http, asked),
-            retention=asked.hints.retention,
+            retention=hints.retention if judged is None else judged.retention,
             beam=asked.beam,
             pooling=asked.pooling,
             adapter=asked.adapter,
-            session=asked.hints.session or session_of(http.headers),
+            session=hints.session or session_of(http.headers),
             roles=asked.roles,
             images=asked.prompt.images,
             shows_steps=asked.shows_steps,
         )
-        return Turn(request, api, caller(), asked, is_asked(http))
+        return Turn(request, api, caller(), asked, is_asked(http), judged)
 
     def _limited(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with no more output than the operator allows."""

@@ -20,6 +20,7 @@ UNREADABLE = "input"
 """The one argument that holds a text which is no object."""
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _ESCAPES = {code: f"\\u{code:04x}" for code in range(32)}
+_MARKS = re.compile(r'(["\\])')
 MAX_REPAIRED_CHARS = 1 << 20
 """Longer texts are passed on as they are."""
 
@@ -47,6 +48,27 @@ def _parsed(text: str) -> Any:
             raise
         escaped = _STRING.sub(lambda found: found.group().translate(_ESCAPES), text)
         return from_json(escaped, allow_partial="trailing-strings", allow_inf_nan=False)
+
+
+class ControlEscapes:
+    """Escapes control characters in the strings of a JSON text that comes in pieces: parsers refuse them."""
+
+    def __init__(self) -> None:
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, piece: str) -> str:
+        """Return `piece` as it may be told."""
+        found = []
+        for part in filter(None, _MARKS.split(piece)):
+            first, rest = (part[0], part[1:]) if self._escaped else ("", part)
+            self._escaped = False
+            if rest == '"':
+                self._in_string = not self._in_string
+            elif rest == "\\":
+                self._escaped = self._in_string
+            found.append(first + (rest.translate(_ESCAPES) if self._in_string else rest))
+        return "".join(found)
 
 
 def arguments_text(given: Any, arguments: dict[str, Any]) -> str:

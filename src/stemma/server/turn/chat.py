@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request
 
 from stemma.server.answers.chat import AnswerReader, tool_use
-from stemma.server.answers.reasoning import prompt_opens_reasoning
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.turn.build import Asked, Prompt, Turn
 from stemma.server.turn.context import ApiContext
@@ -51,7 +50,7 @@ async def chat_turn(context: ApiContext, http: Request, asked: ChatAsked) -> Tur
     if held is not None:
         prompt = await _going_on(context, held, prompt)
     reader = _answer_reader(context, body, prompt.token_ids)
-    params = reader.constrain(params, context.engine.tokenizer.special_token_texts)
+    params = reader.constrain(params, context.engine.tokenizer)
     hints = await asked.hinted(hints_of(body), prompt)
     following = next_turn(context, body, adapter, reader, None if held is None else prompt.token_ids)
     return context.turns.build(
@@ -80,10 +79,11 @@ async def _going_on(context: ApiContext, earlier: TokenArray, prompt: Prompt) ->
 def _answer_reader(context: ApiContext, body: ChatRequest, tokens: TokenArray) -> AnswerReader:
     """Return what reads the answers to `body`, whose prompt is `tokens`."""
     known = context.answer_format
-    known = replace(known, reasoning=known.reasoning and body.separate_reasoning)
+    if not body.separate_reasoning:
+        known = replace(known, thinking=None)
     opened = False
-    if known.reasoning:
+    if known.thinking is not None:
         end = tokens[-_REASONING_MARK_TOKENS:].tolist()
-        opened = prompt_opens_reasoning(context.engine.tokenizer.decode(end, skip_special_tokens=False))
+        opened = known.thinking.is_open_at(context.engine.tokenizer.decode(end, skip_special_tokens=False))
     use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     return AnswerReader(known, use, opened, with_reasoning=body.include_reasoning)

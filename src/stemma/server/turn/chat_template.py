@@ -18,6 +18,7 @@ from stemma.server.admission.caller import caller
 from stemma.server.history.answers import scope_of
 from stemma.server.history.joining import HistoryJoiner
 from stemma.server.observe.ignored_hints import count_hint
+from stemma.server.observe.prompt_parts import PromptParts
 from stemma.server.schemas.bounds import (
     MAX_TEMPLATE_KWARGS,
     MAX_TEMPLATE_NUMBER,
@@ -122,21 +123,20 @@ async def conversation_prompt(
     scope = scope_of(caller().tenant, body.cache_salt or "", adapter)
 
     def prompt_of(text: str) -> Prompt:
+        parts = PromptParts.of(conversation.messages, conversation.tools, conversation.arguments)
         encode = partial(intake.tokenize, add_special_tokens=False, salt=salt)
         if images:
             assert intake.images is not None
             text = intake.images.reader.expand(text, images)
         tokens, history = (encode(text), None) if joiner is None else joiner.prompt(scope, text, encode)
         if not images:
-            return Prompt(tokens, history)
+            return Prompt(tokens, history, parts=parts)
         assert intake.images is not None
         placed, found = intake.images.reader.place(tokens, images)
-        return Prompt(placed, history, found)
+        return Prompt(placed, history, found, parts)
 
     if body.chat_template is not None:
         foreign = await intake.render_foreign(body.chat_template, conversation)
-        if joiner is None and not images:
-            return Prompt(await intake.tokenized(foreign, add_special_tokens=False, salt=salt), None)
         return await intake.tokenize_in_thread(lambda: prompt_of(foreign))
     arguments = dict(conversation.arguments)
     if conversation.continue_final_message:

@@ -10,6 +10,7 @@ from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
 from stemma.server.answers.families import AnswerFormat
 from stemma.server.answers.logprobs import TokenTexts
+from stemma.server.observe.prompt_parts import RecentPrompts
 from stemma.server.turn.build import TurnBuilder
 from stemma.server.turn.intake import Intake
 from stemma.server.turn.run import TurnRunner
@@ -24,6 +25,7 @@ class ApiContext:
     intake: Intake
     turns: TurnBuilder
     runner: TurnRunner
+    recent: RecentPrompts
     answer_format: AnswerFormat
     token_text: TokenTexts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,8 +10,8 @@ from itertools import pairwise
 from stemma.errors import InvalidRequest
 from stemma.server.schemas.bounds import MAX_NAME_CHARS
 from stemma.server.schemas.openai import KeptTokens, OpenAIRequest
-from stemma.server.schemas.shared import KeptRequest
-from stemma.types import NO_HINT, NO_RETENTION, Retention, RetentionHint, RetentionRange
+from stemma.server.schemas.shared import KeptRequest, KvHints
+from stemma.types import DEFAULT_PRIORITY, NO_HINT, NO_RETENTION, Retention, RetentionHint, RetentionRange
 
 _HEADERS: tuple[tuple[str, ...], ...] = (
     ("x-dynamo-session-id",),
@@ -23,6 +24,12 @@ _HEADERS: tuple[tuple[str, ...], ...] = (
 it: Claude Code's agents share its session. The next two are Codex's, the last is OpenCode's."""
 
 
+KEPT_PRIORITY = DEFAULT_PRIORITY + 20
+"""Priority of blocks that a client wants kept for some time."""
+_DURATION = re.compile(r"([0-9]{1,6})([smhd])")
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
 @dataclass(frozen=True, slots=True)
 class Hints:
     """What a request says of its use of the cache. No answer depends on it."""
@@ -31,6 +38,9 @@ class Hints:
     retention: Retention = NO_RETENTION
     session: str = ""
     """What the client calls its conversation in the body; empty: perhaps a header says."""
+    kv_hints: KvHints | None = None
+    prewarms: bool = False
+    """The prompt is computed for later, and there is no answer."""
 
 
 NO_HINTS = Hints()
@@ -38,11 +48,29 @@ NO_HINTS = Hints()
 
 def hints_of(body: KeptRequest) -> Hints:
     """Return the hints of a body. Raises InvalidRequest if the ranges of `cache_retention` don't ascend."""
-    rest = hint_of(body.priority, body.cache_ttl_s)
+    options = body.prompt_cache_options
+    rest = hint_of(body.priority, body.cache_ttl_s, _kept_for(body))
+    prewarms = options is not None and options.prewarm
     if not isinstance(body, OpenAIRequest):
-        return Hints(body.cache_salt or "", Retention(rest))
+        return Hints(body.cache_salt or "", Retention(rest), "", body.kv_hints, prewarms)
     retention = Retention(rest, _ranges_of(body.cache_retention or ()))
-    return Hints(body.cache_salt or "", retention, body.prompt_cache_key or body.session_id or "")
+    session = body.prompt_cache_key or body.session_id or ""
+    return Hints(body.cache_salt or "", retention, session, body.kv_hints, prewarms)
+
+
+def _kept_for(body: KeptRequest) -> RetentionHint:
+    """Return the hint of OpenAI's ttl, or of its older word for it. Raises InvalidRequest."""
+    options = body.prompt_cache_options
+    if options is not None and options.ttl is not None:
+        where, given = "prompt_cache_options.ttl", options.ttl
+    elif body.prompt_cache_retention not in (None, "in_memory", "in-memory"):
+        where, given = "prompt_cache_retention", body.prompt_cache_retention
+    else:
+        return NO_HINT
+    found = _DURATION.fullmatch(given)
+    if found is None:
+        raise InvalidRequest(f"{where} is a duration such as 30m, 12h or 24h", param=where)
+    return RetentionHint(KEPT_PRIORITY, float(found[1]) * _UNITS_S[found[2]])
 
 
 def hint_of(priority: int | None, ttl_s: float | None, default: RetentionHint = NO_HINT) -> RetentionHint:

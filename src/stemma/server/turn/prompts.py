@@ -18,6 +18,7 @@ from stemma.server.turn.chat_template import (
     num_chars,
     template_arguments,
 )
+from stemma.server.turn.client_nonces import without_nonces
 from stemma.server.turn.intake import MAX_CHARS_PER_TOKEN, Intake
 from stemma.server.turn.template_messages import template_messages
 from stemma.server.turn.template_process import Conversation
@@ -164,7 +165,8 @@ async def chat_prompt(
     `salt`: as `Intake.tokenized` has it.
     """
     rules = intake.template_rules if body.chat_template is None else TemplateRules()
-    messages, sources = template_messages(body.messages, sees=intake.images is not None, rules=rules)
+    given = without_nonces(body.messages) if intake.settings.server.strip_client_nonces else body.messages
+    messages, sources = template_messages(given, sees=intake.images is not None, rules=rules)
     tools = body.tools if body.tool_choice != "none" else None
     check_length(intake, num_chars([messages, tools]), "messages")
     conversation = Conversation(

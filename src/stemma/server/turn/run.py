@@ -6,14 +6,14 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from stemma.config.settings import Settings
-from stemma.engine.api import PromptProgress, RequestOutput
+from stemma.engine.api import PromptProgress, RequestOutput, SequenceDelta
 from stemma.engine.beam_search import run_beam_search
 from stemma.engine.client import EngineClient
 from stemma.errors import (
@@ -28,7 +28,7 @@ from stemma.errors import (
 from stemma.server.access import tenant_of
 from stemma.server.admission.ledger import Admission, Reserved
 from stemma.server.lifecycle import Lifecycle
-from stemma.server.observe.collected import Collected, TurnObserver
+from stemma.server.observe.collected import Collected, Observers
 from stemma.server.observe.metrics import ServerMetrics
 from stemma.server.tenants.quotas import CacheQuotas
 from stemma.server.transport.incoming import unless_disconnected, until_disconnected
@@ -36,6 +36,7 @@ from stemma.server.turn.build import Turn
 from stemma.server.turn.observers import Observe
 from stemma.server.turn.outputs import Outputs, OutputStream, give_back
 from stemma.server.turn.reports import Reports, TurnReports
+from stemma.types import FinishReason
 
 T = TypeVar("T")
 _LOOK_S = 0.05
@@ -121,18 +122,18 @@ class TurnRunner:
         if self.lifecycle.draining:
             raise ShuttingDown("the server is shutting down")
         request, engine = turn.request, self.engine
-        observers = [one for observe in self.observers if (one := observe(turn)) is not None]
+        observers = Observers(observe(turn) for observe in self.observers)
         reports = self.reports.of(turn)
         outcome = "aborted"
         stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
         outputs = self._limited(stream)
         try:
-            async for output in outputs:
+            async for told in outputs:
+                output = _without_answer(told) if turn.prewarms else told
                 await self._take(output, answer, reports, observers)
                 if output.finished:
                     outcome = "ok"
-                    for one in observers:
-                        await one.finished(answer)
+                    await observers.finished(answer)
                 yield index, output
         except (InvalidRequest, Overloaded, ShuttingDown):
             outcome = "refused"
@@ -143,8 +144,7 @@ class TurnRunner:
         finally:
             if not answer.is_finished:
                 answer.num_held_tokens = engine.num_held_tokens(request.request_id)
-            for one in observers:
-                one.ended(answer, outcome)
+            observers.ended(answer, outcome)
             await _close(outputs)
             await _close(stream)
             if outcome == "aborted":
@@ -155,7 +155,7 @@ class TurnRunner:
         output: RequestOutput,
         answer: Collected,
         reports: TurnReports,
-        observers: Sequence[TurnObserver],
+        observers: Observers,
     ) -> None:
         """Add an output to `answer`, and tell who watches. Raises the output's error."""
         has_begun, has_spoken = reports.has_begun, answer.num_generated_tokens > 0
@@ -163,11 +163,9 @@ class TurnRunner:
             answer.exact, answer.cache = await reports.take(output.cache)
         answer.take(output)
         if not has_begun:
-            for one in observers:
-                one.began(answer)
+            observers.began(answer)
         if not has_spoken and answer.num_generated_tokens:
-            for one in observers:
-                one.spoke(answer)
+            observers.spoke(answer)
         output.raise_error()
 
     def _limited(self, stream: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
@@ -234,6 +232,15 @@ async def _first(stream: Outputs) -> tuple[int, RequestOutput]:
     async for item in stream:
         return item
     raise GenerationFailed("the engine ended a request without any output")
+
+
+def _without_answer(output: RequestOutput) -> RequestOutput:
+    """Return an output of a prompt that is computed for later: the one token that was drawn is nobody's."""
+    deltas = tuple(
+        SequenceDelta(one.index, (), "", finish_reason=one.finish_reason and FinishReason.STOP)
+        for one in output.deltas
+    )
+    return replace(output, deltas=deltas, num_generated_tokens=0)
 
 
 async def _drain(stream: Outputs) -> None:

@@ -42,7 +42,8 @@ def _rendered(message: Message, number: int, rules: TemplateRules, names: dict[s
     """Return a message but for a list of parts. `names`: of the calls so far, by their ids."""
     rendered = message.model_dump(exclude_none=True, exclude={"content"})
     where = f"messages[{number}]"
-    _take_reasoning(rendered)
+    if message.role == "assistant":
+        _take_reasoning(rendered)
     if isinstance(message.content, str):
         rendered["content"] = message.content
     elif message.content is None and message.refusal is not None:

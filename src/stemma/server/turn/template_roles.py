@@ -125,16 +125,24 @@ def _late(content: Any) -> Any:
 
 
 def _alternating(messages: Sequence[Message], rules: TemplateRules) -> list[Message]:
-    """Return the messages with a user's turns joined to what stands before them, where they must be."""
+    """Return the messages with turns joined to those before them, where roles must alternate."""
     found: list[Message] = []
     for message in messages:
-        last = found[-1]["role"] if found else ""
-        joins = (last == "user" and not rules.repeated_user) or (last == "tool" and not rules.user_after_tool)
-        if message["role"] == "user" and joins:
-            found[-1] = _joined(found[-1], message.get("content"))
+        if found and _joins(found[-1], message, rules):
+            found[-1] = {**message, **_joined(found[-1], message.get("content"))}
         else:
             found.append(message)
     return found
+
+
+def _joins(last: Message, message: Message, rules: TemplateRules) -> bool:
+    """Whether a message can't stand behind `last` by itself."""
+    roles = (last["role"], message["role"])
+    if roles == ("assistant", "assistant"):
+        return not rules.repeated_user and not last.get("tool_calls")
+    return (roles == ("user", "user") and not rules.repeated_user) or (
+        roles == ("tool", "user") and not rules.user_after_tool
+    )
 
 
 def _joined(message: Message, content: Any, *, before: bool = False) -> Message:

@@ -10,9 +10,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import CacheReport
 from stemma.errors import GenerationFailed, InvalidRequest
 from stemma.server.access import JSON_TYPE
+from stemma.server.answers.cache_diagnostics import cache_miss_reason
 from stemma.server.answers.usage import history_detail
 from stemma.server.apis.messages.blocks import chat_fields
 from stemma.server.apis.messages.marks import Mark, marks_of, num_shared, ranges_of
@@ -46,10 +46,10 @@ async def create_message(request: Request) -> Response:
     context = context_of(request)
     body = validate(MessagesRequest, await read_object(request))
     marks = marks_of(body)
-    chat = validate(ChatRequest, _chat_fields(context, body))
+    chat = validate(ChatRequest, chat_fields(body))
     hinted = partial(_marked, context, body, chat, marks)
     turn = await chat_turn(context, request, ChatAsked(new_id("msg"), "messages", chat, hinted=hinted))
-    reply = _Reply(context, turn, {} if body.context_management is None else _UNEDITED)
+    reply = _Reply(context, turn, body)
     if body.stream:
         outputs = await context.runner.start(request, [turn])
         source = reply.events(outputs)
@@ -65,13 +65,9 @@ async def count_tokens(request: Request) -> Response:
     body = validate(CountTokensRequest, await read_object(request))
     adapter = check_model(context.engine, body.model)
     marks_of(body)
-    chat = validate(ChatRequest, _chat_fields(context, body))
+    chat = validate(ChatRequest, chat_fields(body))
     prompt = await chat_prompt(context.intake, chat, adapter)
     return json_response({"input_tokens": len(prompt.token_ids)})
-
-
-def _chat_fields(context: ApiContext, body: CountTokensRequest) -> dict[str, Any]:
-    return chat_fields(body, strip_nonces=context.settings.server.strip_client_nonces)
 
 
 async def _marked(
@@ -103,7 +99,7 @@ async def _num_marked(
     head = body.messages[: mark.num_turns] or [MessageTurn(role="user", content="")]
     try:
         marked = CountTokensRequest(messages=head, system=body.system, tools=body.tools)
-        fields = _chat_fields(context, marked)
+        fields = chat_fields(marked)
         fields |= {"add_generation_prompt": False, "continue_final_message": False}
         fields |= {"enable_thinking": given.enable_thinking}
         fields["chat_template_kwargs"] = given.chat_template_kwargs
@@ -138,12 +134,15 @@ class _End:
 class _Reply:
     """One message, whole or as events."""
 
-    def __init__(self, context: ApiContext, turn: Turn, extra: dict[str, Any]) -> None:
-        """`extra`: what its end says more."""
+    def __init__(self, context: ApiContext, turn: Turn, body: MessagesRequest) -> None:
         self._context = context
         self._turn = turn
         self._marked = turn.request.retention.ranges
-        self._extra = extra
+        self._extra: dict[str, Any] = {} if body.context_management is None else _UNEDITED
+        """Members that its end has beside those of all."""
+        self._diagnostics = None
+        if body.diagnostics is not None and (earlier := body.diagnostics.previous_message_id) is not None:
+            self._diagnostics = cache_miss_reason(turn.since(context.recent, earlier))
 
     def whole(self, result: Collected) -> dict[str, Any]:
         """Return the message of a request that is complete."""
@@ -154,7 +153,7 @@ class _Reply:
         end = _End(sequence.finish_reason, sequence.stop_reason)
         if end.finish_reason is FinishReason.ABORT:
             raise GenerationFailed("the server ended this request before its answer was complete")
-        usage = self._usage(result.cache, result.num_generated_tokens)
+        usage = self._usage(result)
         return self._message(blocks, usage) | end.of(blocks) | self._extra
 
     async def events(self, outputs: OutputStream) -> AsyncGenerator[bytes, None]:
@@ -166,7 +165,7 @@ class _Reply:
             told: list[dict[str, Any]] = []
             if not has_begun:  # only now it is known what was reused
                 has_begun = True
-                message = self._message(blocks, self._usage(answer.cache, 0))
+                message = self._message(blocks, self._usage(answer, has_begun=False))
                 told += [{"type": "message_start", "message": message}, {"type": "ping"}]
             for delta in output.deltas:
                 told += blocks.feed(parser.feed(delta.text))
@@ -180,7 +179,7 @@ class _Reply:
         last = {
             "type": "message_delta",
             "delta": end.of(blocks),
-            "usage": self._usage(answer.cache, answer.num_generated_tokens),
+            "usage": self._usage(answer),
             **self._extra,
         }
         yield b"".join(map(_event, [*blocks.end(), last, {"type": "message_stop"}]))
@@ -194,14 +193,17 @@ class _Reply:
             "type": "message",
             "role": "assistant",
             "model": answered_by(self._context.engine, self._turn.request.adapter),
-            "content": blocks.blocks,
+            "content": list(blocks.blocks),
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage,
+            "diagnostics": self._diagnostics,
         }
 
-    def _usage(self, cache: CacheReport, num_generated: int) -> dict[str, Any]:
+    def _usage(self, answer: Collected, *, has_begun: bool = True) -> dict[str, Any]:
         """Return Anthropic's counts: read from cache, written for later, and the rest, which add up."""
+        cache = answer.cache
+        ours = history_detail(cache) | explanation_of(cache) | answer.notes
         read = cache.num_cached_tokens
         written = for_an_hour = start = 0
         for one in self._marked:
@@ -217,9 +219,13 @@ class _Reply:
                 "ephemeral_5m_input_tokens": written - for_an_hour,
                 "ephemeral_1h_input_tokens": for_an_hour,
             },
-            "output_tokens": num_generated,
+            "output_tokens": answer.num_generated_tokens if has_begun else 0,
             "service_tier": "standard",
-            **({"stemma": ours} if (ours := history_detail(cache) | explanation_of(cache)) else {}),
+            **(
+                {"stemma": ours}
+                if (ours := history_detail(cache) | explanation_of(cache) | answer.notes)
+                else {}
+            ),
         }
 
 

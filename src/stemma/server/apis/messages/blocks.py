@@ -11,17 +11,14 @@ from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import image_url_part, text_part
 from stemma.server.apis.messages.tools import chat_tools, tool_choice
 from stemma.server.schemas.messages import BLOCKS, CountTokensRequest, MessagesRequest, Turn
-from stemma.server.turn.client_nonces import without_nonces
+from stemma.server.schemas.shared import PromptCacheOptions
 
 ChatMessage = dict[str, Any]
 
 
-def chat_fields(body: CountTokensRequest, *, strip_nonces: bool = True) -> dict[str, Any]:
-    """Return the body of the chat request that means the same as `body`. Raises InvalidRequest.
-
-    `strip_nonces`: as `chat_messages` has it.
-    """
-    messages = chat_messages(body, strip_nonces=strip_nonces)
+def chat_fields(body: CountTokensRequest) -> dict[str, Any]:
+    """Return the body of the chat request that means the same as `body`. Raises InvalidRequest."""
+    messages = chat_messages(body)
     ends_open = messages[-1]["role"] == "assistant"
     if ends_open and messages[-1].get("tool_calls"):
         message = "the last turn calls tools: their results must follow"
@@ -47,7 +44,9 @@ def chat_fields(body: CountTokensRequest, *, strip_nonces: bool = True) -> dict[
     if isinstance(body, MessagesRequest):
         given |= {name: getattr(body, name) for name in _SAME_FIELDS}
         given["model"] = body.model
-        given["max_completion_tokens"] = body.max_tokens
+        given["max_completion_tokens"] = body.max_tokens or 1
+        if not body.max_tokens:
+            given["prompt_cache_options"] = PromptCacheOptions(prewarm=True)
         given["stop"] = body.stop_sequences
     return {name: value for name, value in given.items() if value is not None}
 
@@ -62,38 +61,37 @@ _SAME_FIELDS = (
     "priority",
     "cache_ttl_s",
     "exact_history",
+    "kv_hints",
+    "prompt_cache_options",
+    "prompt_cache_retention",
 )
 """Fields that chat has under the same name."""
 
 
-def chat_messages(body: CountTokensRequest, *, strip_nonces: bool = True) -> list[ChatMessage]:
-    """Return system and turns as chat templates expect them.
-
-    `strip_nonces`: what clients put into the system text for their vendor alone is left out.
-    """
+def chat_messages(body: CountTokensRequest) -> list[ChatMessage]:
+    """Return system and turns as chat templates expect them."""
     messages: list[ChatMessage] = []
-    system = "" if body.system is None else _system(body.system, strip_nonces=strip_nonces)
-    if system:
-        messages.append({"role": "system", "content": system})
+    if body.system is not None:
+        messages.append({"role": "system", "content": _system(body.system)})
     for number, turn in enumerate(body.messages):
         messages += _turn(turn, f"messages[{number}].content")
     return messages
 
 
-def _system(system: str | list[dict[str, Any]], *, strip_nonces: bool) -> str:
-    texts = [system] if isinstance(system, str) else [_text_of(*one) for one in _spoken(system, "system")]
-    if strip_nonces:
-        texts = [rest for text in texts if (rest := without_nonces(text)) or not text]
-    return "\n".join(texts)
+def _system(system: str | list[dict[str, Any]]) -> str:
+    if isinstance(system, str):
+        return system
+    return "\n".join(_text_of(*one) for one in _spoken(system, "system"))
 
 
 def _spoken(blocks: Sequence[Any], where: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the blocks that are part of the prompt, each with its place."""
     for number, block in enumerate(blocks):
         spot = f"{where}[{number}]"
-        if not isinstance(block, dict):
-            raise InvalidRequest(f"{spot} must be an object", param=spot)
-        if BLOCKS.speaks(block):
+        treatment = BLOCKS.treatment(block) if isinstance(block, dict) else "refused"
+        if treatment == "refused":  # inside of others; those of a turn were looked at before
+            raise InvalidRequest(f"{spot}: this block is not supported here", param=spot)
+        if treatment == "spoken":
             yield block, spot
 
 
@@ -182,7 +180,9 @@ def _text_of(block: dict[str, Any], where: str) -> str:
         case "document":
             return _lines(block.get("title"), block.get("context"), _source_text(block, where))
         case "search_result":
-            texts = [_text_of(*one) for one in _spoken(block.get("content") or [], f"{where}.content")]
+            content = block.get("content")
+            inner = _spoken(content if isinstance(content, list) else [], f"{where}.content")
+            texts = [_text_of(*one) for one in inner]
             return _lines(block.get("title"), block.get("source"), *texts)
         case "tool_reference":
             return _string(block, "tool_name", where)
@@ -204,9 +204,9 @@ def _source_text(block: dict[str, Any], where: str) -> str:
     if isinstance(source, dict) and kind == "text":
         return _string(source, "data", f"{where}.source")
     if isinstance(source, dict) and kind == "content":
-        content = source.get("content") or ""
-        if isinstance(content, str):
-            return content
+        content = source.get("content")
+        if not isinstance(content, list):
+            return str(content or "")
         return _lines(*(_text_of(*one) for one in _spoken(content, f"{where}.source.content")))
     raise InvalidRequest(f"{where}.source must be of type text or content", param=f"{where}.source")
 

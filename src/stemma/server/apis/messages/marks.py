@@ -66,6 +66,9 @@ def _marks(body: CountTokensRequest) -> Iterator[tuple[int, CacheControl]]:
     for number, turn in enumerate(body.messages):
         where = f"messages[{number}].content"
         yield from ((number + 1, mark) for mark in _of_blocks(turn.content, where))
+        for place, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
+            inner = f"{where}[{place}].content"
+            yield from ((number + 1, mark) for mark in _of_blocks(block.get("content"), inner))
     if body.cache_control is not None:
         yield len(body.messages), body.cache_control
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stemma.server.answers.events import CallArguments, CallStart, Content, Event, Reasoning
-from stemma.server.turn.call_arguments import call_arguments
+from stemma.server.turn.call_arguments import ControlEscapes, call_arguments
 
 StreamEvent = dict[str, Any]
 
@@ -20,6 +20,8 @@ class ContentBlocks:
         self._kind: type[Event] | None = None
         """The kind of the open block; None: no block is open."""
         self._pieces: list[str] = []
+        self._escapes = ControlEscapes()
+        """Of the open call: clients' parsers end a stream at a raw newline."""
         self.blocks: list[dict[str, Any]] = []
         self.has_calls = False
 
@@ -41,8 +43,10 @@ class ContentBlocks:
                     call_id = f"toolu_{secrets.token_hex(12)}"
                     block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
                     self._open(told, CallStart, block)
+                    self._escapes = ControlEscapes()
                 case CallArguments(_, text):
-                    self._delta(told, text, {"type": "input_json_delta", "partial_json": text})
+                    escaped = self._escapes.feed(text)
+                    self._delta(told, escaped, {"type": "input_json_delta", "partial_json": escaped})
         return told
 
     def end(self) -> list[StreamEvent]:

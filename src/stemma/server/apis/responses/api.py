@@ -16,6 +16,7 @@ from starlette.responses import Response
 from stemma.engine.api import RequestOutput
 from stemma.errors import GenerationFailed, InvalidRequest, NotFound, StemmaError
 from stemma.server.access import JSON_TYPE, owner_of
+from stemma.server.answers.cache_diagnostics import prompt_cache_diagnostics
 from stemma.server.answers.events import AnswerParser
 from stemma.server.answers.usage import UsageMeter
 from stemma.server.apis.pages import item_page
@@ -164,7 +165,7 @@ def _is_stored(stores: Stores, body: ResponsesRequest) -> bool:
 
 async def _retained(stores: Stores, body: ResponsesRequest, hints: Hints, prompt: Prompt) -> Hints:
     """Return the hints with that of a stored conversation's blocks, unless it brings its own."""
-    if not _is_stored(stores, body):
+    if not _is_stored(stores, body) or hints.retention.rest.ttl_s is not None:
         return hints
     default = RetentionHint(STORED_PRIORITY, stores.responses.ttl_s)
     rest = hint_of(body.priority, body.cache_ttl_s, default)
@@ -177,7 +178,7 @@ class _Progress:
 
     parser: AnswerParser
     items: OutputItems
-    meter: UsageMeter = field(default_factory=UsageMeter)
+    answer: Collected
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
@@ -214,8 +215,7 @@ class _Reply:
     async def whole(self, result: Collected) -> dict[str, Any]:
         """Return the response of a request that is complete."""
         [sequence] = result.sequences
-        progress = self._progress()
-        progress.meter = UsageMeter.of([result])
+        progress = self._progress(result)
         progress.token_ids = sequence.token_ids
         progress.finish_reason = sequence.finish_reason
         progress.items.feed([*progress.parser.feed(sequence.text), *progress.parser.end()])
@@ -224,7 +224,7 @@ class _Reply:
 
     async def events(self, outputs: OutputStream) -> AsyncGenerator[bytes, None]:
         """Yield the events; the last one carries the whole response."""
-        progress = self._progress()
+        progress = self._progress(outputs.answers[0])
         numbered = _Numbered()
         begun = self._response("in_progress", progress)
         yield numbered.write([{"type": f"response.{name}", "response": begun} for name in _BEGIN])
@@ -242,15 +242,14 @@ class _Reply:
             return
         yield numbered.write([*told, {"type": f"response.{response['status']}", "response": response}])
 
-    def _progress(self) -> _Progress:
+    def _progress(self, answer: Collected) -> _Progress:
         reader = self._turn.reader
         offered = tools_of(self._body)
         _, forced = chosen(self._body.tool_choice, offered)
-        return _Progress(reader.parser(), OutputItems(reader.format.tools, offered, forced))
+        return _Progress(reader.parser(), OutputItems(reader.format.tools, offered, forced), answer)
 
     def _take(self, progress: _Progress, output: RequestOutput) -> list[StreamEvent]:
         """Note an output; return what to tell of it."""
-        progress.meter.seen(0, output)
         told: list[StreamEvent] = []
         for delta in output.deltas:
             progress.token_ids.extend(delta.token_ids)
@@ -268,6 +267,7 @@ class _Reply:
         if progress.was_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = await self._usage(progress)
+        response["prompt_cache_diagnostics"] = self._diagnostics(progress.answer)
         held = np.concatenate((self._turn.request.prompt_token_ids, as_tokens(progress.token_ids)))
         self._add_to_conversation(progress, response, held)
         if _is_stored(self._stores, self._body):
@@ -291,8 +291,16 @@ class _Reply:
         except InvalidRequest:
             response["conversation"] = None
 
+    def _diagnostics(self, answer: Collected) -> dict[str, Any] | None:
+        """Return what changed since the response that the body names."""
+        options = self._body.prompt_cache_options
+        if options is None or options.comparison_response_id is None:
+            return None
+        found = self._turn.since(self._context.recent, options.comparison_response_id)
+        return prompt_cache_diagnostics(found, answer.cache)
+
     async def _usage(self, progress: _Progress) -> dict[str, Any]:
-        usage = progress.meter.usage()
+        usage = UsageMeter.of([progress.answer]).usage()
         reasoning, tokenizer = progress.items.reasoning, self._context.engine.tokenizer
         num_reasoning = 0
         if reasoning:
@@ -342,9 +350,21 @@ class _Reply:
             "truncation": body.truncation or "disabled",
             "conversation": None if conversation is None else {"id": conversation},
             "usage": None,
+            "prompt_cache_key": body.prompt_cache_key,
+            "prompt_cache_retention": body.prompt_cache_retention,
+            "prompt_cache_options": _cache_options(body),
+            "prompt_cache_diagnostics": None,
             "user": body.user,
             "metadata": body.metadata or {},
         }
+
+
+def _cache_options(body: ResponsesRequest) -> dict[str, Any] | None:
+    options = body.prompt_cache_options
+    if options is None:
+        return None
+    told = {"mode": "implicit", "ttl": options.ttl or "30m"}
+    return told | {"comparison_response_id": options.comparison_response_id}
 
 
 _BEGIN = ("created", "in_progress")

@@ -210,6 +210,9 @@ _SAME_FIELDS = (
     "priority",
     "cache_ttl_s",
     "exact_history",
+    "kv_hints",
+    "prompt_cache_options",
+    "prompt_cache_retention",
 )
 """Fields that chat has under the same name."""
 

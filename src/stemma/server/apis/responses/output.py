@@ -8,7 +8,7 @@ from typing import Any
 
 from stemma.server.answers.chat import new_call_id
 from stemma.server.answers.events import CallArguments, CallStart, Content, Event, Reasoning
-from stemma.server.answers.families import ToolFormat
+from stemma.server.answers.formats.format import ToolFormat
 from stemma.server.apis.responses.calls import OpenCall
 from stemma.server.apis.responses.tools import Offered, OfferedTool
 

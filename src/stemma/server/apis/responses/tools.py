@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stemma.errors import InvalidRequest
+from stemma.server.schemas.bounds import MAX_TOOLS
 from stemma.server.schemas.responses import TOOLS
 
 INPUT = "input"
@@ -47,6 +48,8 @@ def offered_tools(tools: Sequence[Mapping[str, Any]]) -> Offered:
     for where, namespace, tool in _flat(tools):
         offered = _offered(tool, namespace, where)
         found.setdefault(str(offered.function["name"]), offered)
+        if len(found) > MAX_TOOLS:
+            raise InvalidRequest(f"{where}: more than {MAX_TOOLS} tools", param="tools")
     return found
 
 

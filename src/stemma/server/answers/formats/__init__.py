@@ -1,0 +1,1 @@
+"""How model families write calls of tools and thinking: a file for each way, a line in the registry."""

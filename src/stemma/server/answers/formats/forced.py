@@ -1,0 +1,208 @@
+"""Grammars of calls that a request demands, in the form that the family was taught.
+
+A form says how one call is written; what reads a family's calls reads these too. Schemas that a form can't
+hold (``anyOf`` at their root, patterns of bare strings, ...) are demanded as a JSON list, which holds all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stemma.engine.sampling.grammar import JSON_OPTIONS
+from stemma.engine.sampling.schemas import embedded
+from stemma.server.answers.formats.typed import kinds_of
+
+Schema = Mapping[str, Any]
+_PLAIN_ROOT = frozenset(
+    ("type", "properties", "required", "additionalProperties", "title", "description", "default", "examples")
+) | {"$defs", "definitions", "$schema", "$id", "$comment", "strict"}
+_BOUNDS_OF_TEXT = frozenset(("pattern", "minLength", "maxLength", "format", "allOf", "not", "if"))
+_SCALARS = frozenset(("string", "integer", "number", "boolean", "null"))
+_MAX_LITERALS = 1000
+
+
+class Lark:
+    """Collects the rules of one grammar.
+
+    No literal may be the beginning of another that can stand in its place: the longer would be waited for.
+    """
+
+    def __init__(self, token_ids: Mapping[str, int]) -> None:
+        """`token_ids`: markers that are special tokens, which no text can spell."""
+        self._token_ids = token_ids
+        self._split = re.compile("|".join(map(re.escape, token_ids)) or r"(?!)")
+        self._rules: list[str] = []
+
+    def literal(self, text: str) -> str:
+        """Return what stands for `text`."""
+        parts, at = [], 0
+        for found in self._split.finditer(text):
+            parts += [_quoted(text[at : found.start()]), f"<[{self._token_ids[found.group()]}]>"]
+            at = found.end()
+        return " ".join(part for part in (*parts, _quoted(text[at:])) if part)
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Add a rule and return its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def json(self, schema: Schema) -> str:
+        """Return what stands for a JSON value."""
+        return self.rule(f"%json {embedded(schema, JSON_OPTIONS)}")
+
+    def text_up_to(self, end: str) -> str:
+        """Return what stands for any text and then `end`."""
+        if self._split.match(end):
+            return f"{self.rule('/(?s:.*)/')} {self.literal(end)}"
+        return self.rule("/(?s:.*)/", f"[suffix={json.dumps(end, ensure_ascii=False)}]")
+
+    def text(self, start: str) -> str:
+        """Return the whole grammar, which begins with `start`."""
+        return "\n".join((f"start: {start}", *self._rules)) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonForm:
+    """Arguments are a JSON object. `pattern` has NAME, ARGUMENTS and, where calls are counted, NUMBER."""
+
+    pattern: str
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    may_repeat: bool = True
+
+    def call(self, lark: Lark, name: str, schema: Schema) -> str | None:
+        """Return what stands for a call of `name`; never None."""
+        parts = []
+        for part in re.split(r"(ARGUMENTS|NUMBER)", self.pattern):
+            if part == "ARGUMENTS":
+                parts.append(lark.json(schema))
+            elif part == "NUMBER":
+                parts.append("/[0-9]{1,3}/")
+            else:
+                parts.append(lark.literal(part.replace("NAME", json.dumps(name)[1:-1])))
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class KeywordForm:
+    """Each argument has its own marks: ``head (parameter value value_end) ... tail``.
+
+    `head` has NAME, `parameter` KEY, and STRING where it says whether the value is a string.
+    """
+
+    head: str
+    parameter: str
+    value_end: str
+    tail: str
+    separator: str = ""
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    may_repeat: bool = True
+    strings: Literal["bare", "json"] = "bare"
+    """How strings are written: up to the value's end, or as JSON writes them."""
+    quote: str = ""
+    """Stands around bare strings; then other values are scalars."""
+    words: tuple[str, str] = ("true", "false")
+
+    def call(self, lark: Lark, name: str, schema: Schema) -> str | None:
+        """Return what stands for a call of `name`; None if this form can't say what `schema` demands."""
+        if schema.keys() - _PLAIN_ROOT or schema.get("type", "object") != "object":
+            return None
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping) or not set(required) <= set(properties):
+            return None
+        given: dict[str, str] = {}
+        for key in properties:
+            parameter = self._parameter(lark, key, schema)
+            if parameter is None:
+                return None
+            given[key] = lark.rule(parameter)
+        inner = _in_order(lark, given, required, self.separator)
+        return f"{lark.literal(self.head.replace('NAME', name))} {inner} {lark.literal(self.tail)}"
+
+    def _parameter(self, lark: Lark, key: str, schema: Schema) -> str | None:
+        kinds = kinds_of(schema, key)
+        wanted = schema["properties"][key]
+        if not isinstance(wanted, Mapping) or '"$ref": "#"' in json.dumps(wanted):
+            return None
+        is_text = "string" in kinds and self.strings == "bare"
+        begin = self.parameter.replace("STRING", "true" if is_text else "false").replace("KEY", key)
+        value = self._text(lark, wanted, kinds) if is_text else self._other(lark, wanted, kinds, schema)
+        return None if value is None else f"{lark.literal(begin)} {value}"
+
+    def _text(self, lark: Lark, wanted: Schema, kinds: frozenset[str]) -> str | None:
+        """Return what stands for a bare string and what ends it; None if it has bounds."""
+        end = self.quote + self.value_end
+        begin = lark.literal(self.quote)
+        values = wanted.get("enum", [wanted["const"]] if "const" in wanted else None)
+        if isinstance(values, list) and 0 < len(values) <= _MAX_LITERALS:
+            if not all(isinstance(value, str) for value in values):
+                return None
+            one_of = " | ".join(lark.literal(value + end) for value in values)
+            return f"{begin} ({one_of})"
+        bounds = json.dumps(wanted)
+        if any(f'"{word}":' in bounds for word in _BOUNDS_OF_TEXT) or not kinds <= _SCALARS | {
+            "array",
+            "object",
+        }:
+            return None
+        return f"{begin} {lark.text_up_to(end)}"
+
+    def _other(self, lark: Lark, wanted: Schema, kinds: frozenset[str], schema: Schema) -> str | None:
+        """Return what stands for a value that isn't bare text, and what ends it."""
+        if kinds == {"boolean"} and not wanted.keys() & {"enum", "const"}:
+            return f"({' | '.join(lark.literal(word + self.value_end) for word in self.words)})"
+        if self.quote and not kinds <= _SCALARS:
+            return None
+        defs = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+        return f"{lark.json({**defs, **wanted})} {lark.literal(self.value_end)}"
+
+
+CallForm = JsonForm | KeywordForm
+"""How a family writes calls: ``before call between call ... after``."""
+JSON_LIST = JsonForm('{"name": "NAME", "arguments": ARGUMENTS}', "[", ", ", "]")
+"""What is demanded where a family's own form can't be."""
+
+
+def _in_order(lark: Lark, given: Mapping[str, str], required: Collection[str], separator: str) -> str:
+    """Return what stands for all of `given` that are `required`, and any of the others.
+
+    With a `separator` between neighbours the required ones come first.
+    """
+    if not separator:
+        return " ".join(rule if key in required else f"{rule}?" for key, rule in given.items())
+    between = lark.literal(separator)
+    rest = ""
+    beginnings: list[str] = []
+    for rule in reversed([rule for key, rule in given.items() if key not in required]):
+        beginnings.append(f"{rule} {rest}")
+        rest = lark.rule(f"({between} {rule})? {rest}")
+    first = f" {between} ".join(rule for key, rule in given.items() if key in required)
+    if first:
+        return f"{first} {rest}"
+    return f"({' | '.join(beginnings)})?" if beginnings else ""
+
+
+def forced_grammar(
+    form: CallForm | None, tools: Mapping[str, Schema], token_ids: Mapping[str, int], *, single: bool
+) -> str:
+    """Return the grammar of one call of `tools`, or of several, in Lark; as a JSON list without `form`."""
+    lark = Lark(token_ids)
+    form = form or JSON_LIST
+    calls = [form.call(lark, name, schema) for name, schema in tools.items()]
+    if not all(calls):
+        return forced_grammar(JSON_LIST, tools, token_ids, single=single)
+    call = lark.rule(" | ".join(lark.rule(one) for one in calls if one))
+    several = call if single or not form.may_repeat else f"{call} ({lark.literal(form.between)} {call})*"
+    return lark.text(f"{lark.literal(form.before)} {several} {lark.literal(form.after)}")
