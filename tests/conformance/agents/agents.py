@@ -170,7 +170,7 @@ _CLAUDE = Agent(
     lambda place, prompt: ["-p", "--dangerously-skip-permissions", prompt],
     _claude,
     dialect="claude",
-    num_moved=32,  # it adds a field to the arguments of an edit
+    num_moved=64,  # it adds a field to the arguments of an edit, in front
     shared=0.8,  # what it says of its surroundings comes behind the user's words
 )
 AGENTS = {
