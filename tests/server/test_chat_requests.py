@@ -150,8 +150,8 @@ async def test_contents_that_are_empty(client: httpx.AsyncClient, engine: Script
 
 
 async def test_functions_are_tools_in_older_words(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
-    engine.script.reply = '{"a": 1}'
-    old = {"functions": [FUNCTION], "function_call": {"name": "add"}}
+    engine.script.reply = '[{"name": "add", "arguments": {"a": 1}}]'
+    old = {"functions": [FUNCTION], "function_call": {"name": "add"}, "max_tokens": 99}
     [choice] = (await chat(client, **old))["choices"]
     grammar = engine.requests[-1].params.grammar
     assert choice["message"]["function_call"] == {"name": "add", "arguments": '{"a": 1}'}

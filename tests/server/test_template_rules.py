@@ -102,11 +102,11 @@ def test_what_the_templates_take(with_template: With) -> None:
     assert TemplateRules.of(with_template("{{ raise_exception('no') }}"), sees=False) == TemplateRules()
 
 
-def test_system_messages_become_one_and_late_ones_join_the_turn_before(with_template: With) -> None:
+def test_system_messages_around_the_first_words_become_one_and_later_ones_join_a_turn(
+    with_template: With,
+) -> None:
     messages = [says("system", "a"), says("developer", "b"), says("user", "c"), says("system", "d")]
-    assert rendered(with_template(STRICT), messages) == (
-        "<system>a\n\nb\n<user>c\n\n<system>\nd\n</system>\n<assistant>"
-    )
+    assert rendered(with_template(STRICT), messages) == ("<system>a\n\nb\n\nd\n<user>c\n<assistant>")
     later = [says("user", "c"), says("assistant", "d"), says("system", "e"), says("system", "f")]
     assert rendered(with_template(STRICT), [*later, says("user", "g")]).endswith(
         "<user><system>\ne\n</system>\n\n<system>\nf\n</system>\n\ng\n<assistant>"
@@ -243,11 +243,11 @@ def test_every_familys_template_takes_what_agents_send(with_template: With, path
     turns = [says("system", "Sa"), says("developer", "Sb"), says("user", "Uc"), says("system", "Sd"), *answer]
     turns += [says("user", "Ue"), says("assistant", "Af"), says("system", "Sg"), says("user", "Uh")]
     whole = rendered(tokenizer, turns)
-    words = ("Sa", "Sb", "Uc", "Sd", "cut", "Ue", "Af", "Sg", "Uh")
+    words = ("Sa", "Sb", "Sd", "Uc", "cut", "Ue", "Af", "Sg", "Uh")
     places = [whole.index(word) for word in words]
     assert places == sorted(places)
     prompt = rendered(tokenizer, turns[:4])
     shared = next(
         (n for n, (one, other) in enumerate(zip(prompt, whole, strict=False)) if one != other), None
     )
-    assert shared is None or shared > prompt.index("Sd"), "the answer's turn may begin in another way"
+    assert shared is None or shared > prompt.index("Uc"), "the answer's turn may begin in another way"

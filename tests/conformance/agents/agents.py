@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.conformance.agents.tiny import CONTEXT, ROOT
 
@@ -170,8 +171,7 @@ _CLAUDE = Agent(
     lambda place, prompt: ["-p", "--dangerously-skip-permissions", prompt],
     _claude,
     dialect="claude",
-    num_moved=32,  # it adds a field to the arguments of an edit
-    shared=0.8,  # what it says of its surroundings comes behind the user's words
+    num_moved=64,  # it adds a field to the arguments of an edit, in front
 )
 AGENTS = {
     "claude-code": _CLAUDE,
@@ -257,7 +257,7 @@ class Ran:
 
 
 def run(agent: Agent, place: Place, prompts: list[str], timeout_s: float) -> Ran:
-    """Let an agent do a task in `place.work`; it and what it started are ended afterwards."""
+    """Let an agent do a task in `place.work`; all that it started is ended afterwards."""
     for name, content in agent.files(place).items():
         file = place.home / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -279,15 +279,18 @@ def run(agent: Agent, place: Place, prompts: list[str], timeout_s: float) -> Ran
         output, _ = process.communicate(said, timeout_s)
         return Ran(process.returncode, output)
     except subprocess.TimeoutExpired:
-        _end(process.pid)
+        _end(place.home)
         return Ran(None, process.communicate()[0])
     finally:
-        _end(process.pid)
+        _end(place.home)
 
 
-def _end(group: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+def _end(home: Path) -> None:
+    """End all processes of a home: some agents leave others behind, in sessions of their own."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("HOME") == str(home):
+                process.kill()
 
 
 def _environment(agent: Agent, place: Place) -> dict[str, str]:

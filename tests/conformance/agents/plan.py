@@ -114,7 +114,8 @@ def answer(prompt: str, write_call: Callable[[Call], str]) -> str:
         return "Ten times each number"
     done = [int(number) for number in _STEP.findall(prompt[tasks[-1].end() :])]
     step = max(done, default=0) + 1
-    thought = f"<think>\nThe ledger is at place {step}.\n</think>\n\n"
+    opening = "" if prompt.endswith("<think>\n") else "<think>\n"
+    thought = f"{opening}The ledger is at place {step}.\n</think>\n\n"
     if step >= NUM_STEPS:
         return thought + f"Step {NUM_STEPS} of 10: all numbers are ten times themselves."
     wanted = plan[step - 1]
@@ -130,3 +131,10 @@ def as_json(call: Call) -> str:
     """Return a call as Qwen2.5 and Qwen3 write it."""
     body = json.dumps({"name": call.name, "arguments": call.arguments})
     return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def as_elements(call: Call) -> str:
+    """Return a call as Qwen3.5 writes it, an empty line behind the text."""
+    values = {name: one if isinstance(one, str) else json.dumps(one) for name, one in call.arguments.items()}
+    given = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"\n<tool_call>\n<function={call.name}>\n{given}</function>\n</tool_call>"

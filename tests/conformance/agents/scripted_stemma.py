@@ -25,7 +25,7 @@ from stemma.engine.sampling.state import SamplingState
 from stemma.model.tokenizer import Tokenizer
 from stemma.server import runtime
 from stemma.server.app import create_app
-from tests.conformance.agents.plan import answer, as_json
+from tests.conformance.agents.plan import answer, as_elements, as_json
 
 EXCHANGES = "AGENT_EXCHANGES"
 _MODEL = Path(sys.argv[2]) if __name__ == "__main__" else Path()
@@ -67,7 +67,8 @@ class ScriptedState(SamplingState):
 def reply_to(prompt: list[int]) -> list[int]:
     """Return the tokens that follow a prompt."""
     tokenizer = _tokenizer()
-    text = answer(tokenizer.decode(prompt, skip_special_tokens=False), as_json)
+    write_call = as_elements if "<function=" in (tokenizer.chat_template or "") else as_json
+    text = answer(tokenizer.decode(prompt, skip_special_tokens=False), write_call)
     return [*tokenizer.encode(text, add_special_tokens=False).tolist(), tokenizer.eos_token_ids[0]]
 
 

@@ -24,9 +24,14 @@ SLACK = 64
 FLAGS = ("--kv-cache-memory", "200MB", "--disk-cache-size", "500MB", "--load-when", "always")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny", "qwen3")
+TEMPLATE, STRICT_TEMPLATE = "qwen3", "qwen3.5"
+"""The second takes a system message first alone, and calls in another format."""
+
+
+def model_of(template: str, directory: pytest.TempPathFactory) -> Path:
+    """Return the model with a template, written once."""
+    path = directory.getbasetemp() / template / "tiny"
+    return path if path.exists() else write_model(path, template)
 
 
 def check(session: Session, agent: Agent) -> list[Computed]:
@@ -43,11 +48,15 @@ def check(session: Session, agent: Agent) -> list[Computed]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", AGENTS)
-def test_agent(name: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [*((name, TEMPLATE) for name in AGENTS), ("claude-code", STRICT_TEMPLATE), ("codex", STRICT_TEMPLATE)],
+)
+def test_agent(name: str, template: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     agent = AGENTS[name]
     if not agent.is_installed():
         pytest.skip("not installed: make agents")
+    model = model_of(template, tmp_path_factory)
     flags = (*FLAGS, "--disk-cache", str(tmp_path / "disk"))
     with ScriptedServer(model, tmp_path, flags, agent.serves) as server:
         sessions = [hold(name, agent, server, tmp_path), hold(name, agent, server, tmp_path, "Once more. ")]
@@ -55,7 +64,8 @@ def test_agent(name: str, model: Path, tmp_path: Path) -> None:
         server.start()
         sessions.append(hold(name, agent, server, tmp_path, "Again. "))
     held = [check(session, agent) for session in sessions]
-    note(name, agent, sessions, held)
+    if template == TEMPLATE:
+        note(name, agent, sessions, held)
     for _, (first, *_rest) in zip(sessions[1:], held[1:], strict=True):
         assert first.num_cached >= agent.shared * first.num_prompt
     assert held[2][0].num_from_disk >= agent.shared * held[2][0].num_prompt - SLACK

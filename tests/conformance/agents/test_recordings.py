@@ -18,6 +18,7 @@ import pytest
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
 from stemma.model.tiny import build_tokenizer
 from stemma.model.tokenizer import Tokenizer
+from stemma.server.answers.families import answer_format
 from stemma.server.app import create_app
 from stemma.types import TokenArray
 from tests.conformance.agents.agents import AGENTS
@@ -34,6 +35,19 @@ from tests.conformance.agents.tiny import CONTEXT, TEMPLATES
 from tests.server.scripted_engine import Script, ScriptedEngine
 
 FAMILIES = sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
+FORMATS = {
+    "deepseek-v3.1": ("deepseek_v31", "think"),
+    "gemma-4": ("gemma4", ""),
+    "glm-4.5": ("glm", "think"),
+    "gpt-oss": ("harmony", "harmony"),
+    "kimi-k2": ("kimi_k2", ""),
+    "llama-4": ("pythonic", ""),
+    "minimax-m2": ("minimax_m2", "think"),
+    "mistral": ("mistral_args", ""),
+    "qwen3": ("hermes", "think"),
+    "qwen3-coder": ("qwen3_coder", ""),
+    "qwen3.5": ("qwen3_coder", "think"),
+}
 SLACK = 64
 TOKENS_OF_ONE = 3
 """Tokens of this small vocabulary for one of a large one, at most."""
@@ -47,6 +61,14 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     path = tmp_path_factory.mktemp("tokenizer")
     made.save_pretrained(path)
     return Tokenizer(path)
+
+
+def test_the_templates_are_known(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> None:
+    """The server sees in what a template writes how calls are to be read."""
+    family = request.node.callspec.params["tokenizer"]
+    form = answer_format("auto", "auto", tokenizer)
+    found = (form.tools.name if form.tools else "", form.thinking.name if form.thinking else "")
+    assert found == FORMATS[family]
 
 
 @pytest.fixture(scope="module")

@@ -157,6 +157,14 @@ async def text_prompt(
     return check_tokens(intake, tokens, param, cut)
 
 
+def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with the schema of a function that takes nothing, where it has none: templates read it."""
+    function = tool.get("function")
+    if not isinstance(function, dict) or function.get("parameters") is not None:
+        return tool
+    return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}}}}
+
+
 async def chat_prompt(
     intake: Intake, body: ChatRequest, adapter: Adapter | None = None, salt: str | None = None
 ) -> Prompt:
@@ -167,7 +175,7 @@ async def chat_prompt(
     rules = intake.template_rules if body.chat_template is None else TemplateRules()
     given = without_nonces(body.messages) if intake.settings.server.strip_client_nonces else body.messages
     messages, sources = template_messages(given, sees=intake.images is not None, rules=rules)
-    tools = body.tools if body.tool_choice != "none" else None
+    tools = None if body.tool_choice == "none" else list(map(_with_parameters, body.tools or ())) or None
     check_length(intake, num_chars([messages, tools]), "messages")
     conversation = Conversation(
         messages,

@@ -31,13 +31,12 @@ def reasoning_fields(text: str) -> Message:
 def in_roles(messages: Sequence[Message], rules: TemplateRules) -> list[Message]:
     """Return the messages as a template with `rules` takes them.
 
-    System messages at the beginning become one, or go before the user's first words. A later one is joined to
-    the turn before it, a user's or a tool's; behind an answer it opens the user's turn. Where turns must
-    alternate, neighbours of one role are joined.
+    System messages at the beginning, and those right behind the user's first words, become one, or go before
+    these words: what an agent says of its surroundings is the same in its next session, the task isn't. A
+    later one is joined to the turn before it, a user's or a tool's; behind an answer it opens the user's
+    turn. Where turns must alternate, neighbours of one role are joined.
     """
-    found = [_renamed(message, rules) for message in messages]
-    num_head = next((number for number, one in enumerate(found) if not _is_system(one)), len(found))
-    head, rest = found[:num_head], found[num_head:]
+    head, rest = _headed([_renamed(message, rules) for message in messages])
     if not rules.late_system:
         rest = _without_system(rest)
     if not rules.system and head:
@@ -47,6 +46,16 @@ def in_roles(messages: Sequence[Message], rules: TemplateRules) -> list[Message]
     elif not rules.several_system and len(head) > 1:
         head = [{**head[0], "content": _all(head)}]
     return [*head, *_alternating(rest, rules)]
+
+
+def _headed(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """Return the system messages that open the conversation, and the rest."""
+    num_head = next((number for number, one in enumerate(messages) if not _is_system(one)), len(messages))
+    end = behind = num_head + 1
+    if num_head < len(messages) and messages[num_head]["role"] == "user":
+        end = next((n for n in range(behind, len(messages)) if not _is_system(messages[n])), len(messages))
+    head = [*messages[:num_head], *messages[behind:end]]
+    return head, [*messages[num_head:behind], *messages[end:]]
 
 
 def _is_system(message: Message) -> bool:
