@@ -158,7 +158,7 @@ async def text_prompt(
 
 
 def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool with the schema of a function that takes nothing, where it has none: templates read it."""
+    """Return a tool with a schema of no arguments, where it has none: templates read it."""
     function = tool.get("function")
     if not isinstance(function, dict) or function.get("parameters") is not None:
         return tool
