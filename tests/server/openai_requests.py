@@ -39,3 +39,14 @@ def texts_of(chunks: list[dict[str, Any]]) -> dict[int, str]:
             piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
             texts[choice["index"]] = texts.get(choice["index"], "") + piece
     return texts
+
+
+async def counted(client: httpx.AsyncClient, field: str) -> float:
+    """Return how often a field was ignored that says so."""
+    text = (await client.get("/metrics")).text
+    found = [
+        line
+        for line in text.splitlines()
+        if line.startswith(f'stemma_ignored_hints_total{{field="{field}"}}')
+    ]
+    return float(found[0].split()[-1]) if found else 0.0

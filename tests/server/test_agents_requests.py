@@ -10,8 +10,8 @@ import pytest
 
 from stemma.config.settings import Settings
 from stemma.server.app import create_app
+from tests.server.openai_requests import counted
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_tolerance import counted
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}

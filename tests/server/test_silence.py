@@ -66,7 +66,7 @@ def test_other_shapes_have_no_comments(live_url: str, engine: ScriptedEngine) ->
 def test_progress_is_told_where_it_is_asked_for(
     live_url: str, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("stemma.server.turn.outputs._PROGRESS_EVERY_S", 0.05)
+    monkeypatch.setattr("stemma.server.turn.outputs.PROGRESS_EVERY_S", 0.05)
     engine.script.delay_s = FIRST_TOKEN_S
     asked = {**body, "stream": True, "return_progress": True}
     with httpx.stream("POST", live_url + path, json=asked) as response:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server.openai_requests import counted
 from tests.server.scripted_engine import ScriptedEngine
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -16,16 +17,6 @@ TOOLS = [
     for name in ("look", "buy", "sell")
 ]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-
-
-async def counted(client: httpx.AsyncClient, field: str) -> float:
-    text = (await client.get("/metrics")).text
-    found = [
-        line
-        for line in text.splitlines()
-        if line.startswith(f'stemma_ignored_hints_total{{field="{field}"}}')
-    ]
-    return float(found[0].split()[-1]) if found else 0.0
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from unittest.mock import Mock
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tests.server.answers.reading import pieces_read, read, reader
-from tests.server.answers.test_recognition import EXPECTED
-from tests.server.answers.test_round_trips import ONE_CALL, WRITERS, written
+from tests.server.answers.written_calls import EXPECTED, ONE_CALL, WRITERS, written
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

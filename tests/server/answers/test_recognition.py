@@ -2,75 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-import jinja2
 import pytest
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from tests.server.answers.written_calls import EXPECTED, TEMPLATES, Written, template
 
-from stemma.errors import ConfigError, InvalidRequest
+from stemma.errors import ConfigError
 from stemma.server.answers.families import AnswerFormat, answer_format, said
 from stemma.server.answers.formats.registry import TOOL_FORMATS
 from stemma.server.answers.formats.thinking import THINK, THINKING_FORMATS
-
-TEMPLATES = Path(__file__).parent / "templates"
-EXPECTED = {
-    "chatml_hermes": ("hermes", "think"),
-    "qwen3_coder": ("qwen3_coder", None),
-    "glm": ("glm", "think"),
-    "glm47": ("glm47", "think"),
-    "harmony": ("harmony", "harmony"),
-    "kimi_k2": ("kimi_k2", "think"),
-    "minimax_m2": ("minimax_m2", "think"),
-    "deepseek_v3": ("deepseek_v3", None),
-    "deepseek_v31": ("deepseek_v31", "think"),
-    "deepseek_v32": ("deepseek_v32", "think"),
-    "mistral_list": ("mistral", None),
-    "mistral_args": ("mistral_args", "mistral"),
-    "gemma4": ("gemma4", "gemma4"),
-    "seed_oss": ("seed_oss", "seed"),
-    "mimo": ("mimo", "think"),
-    "granite3": ("granite", None),
-    "phi4": ("phi4", None),
-    "nemotron": ("nemotron", None),
-    "jamba": ("jamba", None),
-    "lfm2": ("lfm2", None),
-    "olmo3": ("olmo3", None),
-    "llama4_pythonic": ("pythonic", None),
-    "llama3_json": ("llama3_json", None),
-    "internlm": ("internlm", None),
-    "cohere": ("cohere", "cohere"),
-    "no_calls": (None, None),
-}
-
-
-class Written:
-    """A chat template, rendered as transformers does."""
-
-    def __init__(self, chat_template: str | None) -> None:
-        self.chat_template = chat_template
-
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        try:
-            template = _compile_jinja_template(self.chat_template)
-            return template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise InvalidRequest(str(error)) from error
-
-
-def template(name: str) -> Written:
-    return Written((TEMPLATES / f"{name}.jinja").read_text())
 
 
 def names(form: AnswerFormat) -> tuple[str | None, str | None]:

@@ -9,27 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.server.answers.reading import cut, joined, pieces_read, reader
-from tests.server.answers.test_recognition import EXPECTED, template
+from tests.server.answers.written_calls import EXPECTED, ONE_CALL, WRITERS, written
 
 from stemma.server.answers.events import fold
-from stemma.server.answers.formats.registry import TOOL_FORMATS
 
-ENDS = (
-    "<|im_end|>",
-    "[e~[",
-    "<｜end▁of▁sentence｜>",
-    "</s>",
-    "<turn|>",
-    "<seed:eos>",
-    "<|end_of_text|>",
-    "<|end|>",
-    "<|eom|>",
-    "<|eot_id|>",
-    "<|call|>",
-    "<|END_OF_TURN|>",
-)
-ONE_CALL = ("llama3_json",)
-WRITERS = [name for name, (tools, _) in EXPECTED.items() if tools is not None and name != "llama4_pythonic"]
 TEXT = st.text(alphabet="ab \n\t\"\\'{}[]()<>=/,:;.|0é日", max_size=30)
 PLAIN = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | TEXT
 ARGUMENTS = st.fixed_dictionaries(
@@ -44,24 +27,6 @@ ARGUMENTS = st.fixed_dictionaries(
     },
 )
 CALLS = st.lists(st.tuples(st.sampled_from(["get_weather"]), ARGUMENTS), min_size=1, max_size=3)
-
-
-def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """Return `calls` as the template writes them."""
-    form = TOOL_FORMATS[EXPECTED[name][0] or ""]
-    told = []
-    for number, (tool, arguments) in enumerate(calls):
-        given = json.dumps(arguments, ensure_ascii=False) if name == "deepseek_v3" else arguments
-        call_id = f"functions.{tool}:{number}"
-        told.append({"id": call_id, "type": "function", "function": {"name": tool, "arguments": given}})
-    question = {"role": "user", "content": "?"}
-    answer = {"role": "assistant", "content": "", "tool_calls": told}
-    text = template(name).render_chat([question, answer], add_generation_prompt=False).rstrip("\n")
-    for end in ENDS:
-        text = text.removesuffix(end)
-    if name == "harmony":
-        return text[text.index("<|start|>assistant") :].removeprefix("<|start|>assistant")
-    return text[text.index(form.opens[0] if form.opens else '{"name"') :]
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -13,7 +13,7 @@ from stemma.server.answers.usage import cached_header
 from stemma.server.observe.collected import Collected
 from stemma.server.transport.sse import event
 
-_PROGRESS_EVERY_S = 1.0
+PROGRESS_EVERY_S = 1.0
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 """Outputs of the engine with the number of their prompt. Their cache reports are the engine's: what a client
@@ -70,7 +70,7 @@ class OutputStream:
             }
             return event({**chunk, "prompt_progress": progress})
 
-        self.quiet_s, self.tell_progress = _PROGRESS_EVERY_S, told
+        self.quiet_s, self.tell_progress = PROGRESS_EVERY_S, told
 
     def waiting(self) -> bytes:
         """Return what is sent where nothing else was for a while."""
