@@ -10,6 +10,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.formats.gguf.merges import Split, merges_of
+from stemma.model.generation import ends_messages_only
 from stemma.model.gguf_header import GGUFHeader
 from stemma.model.gguf_keys import shown
 
@@ -39,9 +40,6 @@ _ENDS_IF_CONTROL = frozenset(
     ("</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "<PAD>", "[PAD]", "<REPO>")
 )
 """The same, where the file says that they are control tokens: Gemma strikes out text with one."""
-_END_OF_MESSAGE = "<|end|>"
-_CALLS, _ENDS_BESIDE_CALLS = frozenset({"<|call|>", "<|calls|>"}), frozenset({"<|return|>", "<|flush|>"})
-"""Where a vocabulary has one of each, `_END_OF_MESSAGE` doesn't end an answer: GPT-OSS, Solar."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +99,9 @@ def end_token_ids(header: GGUFHeader) -> tuple[int, ...]:
     tokens, types = (_array(header, name) for name in ("tokens", "token_type"))
     named = (token_id(header, name, len(tokens)) for name in _NAMED_ENDS)
     present = set(tokens) if all(isinstance(text, str) for text in tokens) else set[Any]()
-    ends = set(_ENDS)
-    if present & _CALLS and present & _ENDS_BESIDE_CALLS:
-        ends.remove(_END_OF_MESSAGE)
+    ends = {text for text in _ENDS & present if not ends_messages_only(text, present)}
     control = {text for text, kind in zip(tokens, types, strict=False) if kind == CONTROL}
-    ends = (ends & present) | (_ENDS_IF_CONTROL & control)
+    ends |= _ENDS_IF_CONTROL & control
     return tuple(sorted({*(i for i in named if i is not None), *(tokens.index(text) for text in ends)}))
 
 
