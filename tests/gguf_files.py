@@ -91,7 +91,7 @@ def build(
     save_file(rounded, plain / "model.safetensors", metadata={"format": "pt"})
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, ARCHITECTURES[family], split_max_tensors=tensors_a_part)
-    fields = _fields(family, config) | _tokenizer_fields() | (metadata or {})
+    fields = _fields(family, config) | tokenizer_fields() | (metadata or {})
     for key, value in fields.items():
         if value is not None:
             _add(writer, key, value)
@@ -262,7 +262,7 @@ def _fields(family: str, config: Any) -> dict[str, Any]:
     return {f"{ARCHITECTURES[family]}.{key}": value for key, value in fields.items()}
 
 
-def _tokenizer_fields() -> dict[str, Any]:
+def tokenizer_fields() -> dict[str, Any]:
     tokenizer = checkpoints.tokenizer()
     stored = json.loads(tokenizer.backend_tokenizer.to_str())
     vocab: dict[str, int] = tokenizer.get_vocab()

@@ -120,9 +120,12 @@ def test_a_thousand_requests_leave_memory_flat(checkpoint):
     assert grown < 120_000, f"{grown} bytes grown by 900 requests"
 
 
-def test_the_tokenizer_ends_sequences_where_the_configs_dont(tmp_path):
-    """Without this, every answer would run to the end of its budget."""
-    path = checkpoints.build("llama", tmp_path, generation={"eos_token_id": None}, eos_token_id=None)
+@pytest.mark.parametrize("generation", [None, 0])
+@pytest.mark.parametrize("config", [None, 1])
+def test_ends_are_those_of_config_generation_config_and_tokenizer(tmp_path, generation, config):
+    """Without the tokenizer's, answers of many a checkpoint would run to the end of their budget."""
+    path = checkpoints.build("llama", tmp_path, generation={"eos_token_id": generation}, eos_token_id=config)
     model = ModelSettings(path=path, device="cpu")
     parts = build_engine(EngineSettings(model=model, cache=CacheSettings(kv_cache_memory=10**6)))
-    assert parts.engine.limits.eos_token_ids == frozenset({parts.tokenizer.eos_token_id})
+    named = {token_id for token_id in (generation, config) if token_id is not None}
+    assert parts.engine.limits.eos_token_ids == named | {parts.tokenizer.eos_token_id}

@@ -21,7 +21,9 @@ from tests.model.paging import PagedSequences
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generation = {"eos_token_id": [2, 0], "temperature": 0.7, "top_k": 20, "do_sample": True}
-    return checkpoints.build("qwen2", tmp_path_factory.mktemp("m") / "qwen2", generation=generation)
+    return checkpoints.build(
+        "qwen2", tmp_path_factory.mktemp("m") / "qwen2", generation=generation, eos_token_id=[2, 5, 512]
+    )
 
 
 def load(path: Path, **settings: object) -> object:
@@ -32,7 +34,7 @@ def test_what_the_checkpoint_says(qwen2: Path) -> None:
     stages: list[str] = []
     model = load_model(ModelSettings(path=qwen2, device="cpu"), lambda stage, share: stages.append(stage))
     assert model.max_model_len == 2048
-    assert model.eos_token_ids == (2, 0)
+    assert model.eos_token_ids == (2, 0, 5)
     assert model.default_sampling == {"temperature": 0.7, "top_k": 20}
     assert model.vocab_size == 512
     assert (model.dtype, model.device) == (torch.float32, torch.device("cpu"))

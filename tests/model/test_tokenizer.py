@@ -64,13 +64,37 @@ def test_chat_template_that_fails(files: Path, tmp_path: Path, template: str) ->
     assert refused.value.param == "messages"
 
 
-def test_end_of_sequence_as_the_tokenizer_says(files: Path, tmp_path: Path) -> None:
-    tokenizer = Tokenizer(files)
-    assert tokenizer.eos_token_ids == (checkpoints.tokenizer().eos_token_id,)
+def test_ends_of_a_sequence_are_the_tokenizers_and_its_templates(files: Path, tmp_path: Path) -> None:
+    raw = checkpoints.tokenizer()
+    own, turn_end = raw.convert_tokens_to_ids("<|endoftext|>"), raw.convert_tokens_to_ids("<|im_end|>")
     path = Path(shutil.copytree(files, tmp_path / "copy"))
     config = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": None}))
-    assert Tokenizer(path).eos_token_ids == ()
+    template = "{% for m in messages %}{{ m.content }}{{ END }}{% endfor %}"
+    for eos, end, expected in (
+        ("<|endoftext|>", "'<|im_end|>\\n'", {own, turn_end}),
+        ("<|endoftext|>", "'\\n<|im_end|>'", {own, turn_end}),
+        ("<|endoftext|>", "eos_token", {own}),
+        ("<|endoftext|>", "' the end'", {own}),
+        (None, "'<|im_end|>'", {turn_end}),
+        (None, "''", set()),
+        ("<|endoftext|>", "raise_exception('no')", {own}),
+    ):
+        (path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": eos}))
+        (path / "chat_template.jinja").write_text(template.replace("END", end))
+        assert set(Tokenizer(path).eos_token_ids) == expected
+
+
+def test_the_end_of_a_message_within_an_answer_ends_no_sequence(files: Path, tmp_path: Path) -> None:
+    """GPT-OSS' answers have several messages, each with its end."""
+    path = Path(shutil.copytree(files, tmp_path / "copy"))
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    for others, is_end in (([], True), (["<|call|>"], True), (["<|call|>", "<|return|>"], False)):
+        hf = AutoTokenizer.from_pretrained(path)
+        hf.add_tokens(["<|end|>", *others], special_tokens=True)
+        hf.save_pretrained(tmp_path / str(len(others)))
+        tokenizer = Tokenizer(tmp_path / str(len(others)))
+        end = tokenizer.encode("<|end|>").tolist()
+        assert (end[0] in tokenizer.eos_token_ids) is is_end
 
 
 def _pieces(files: Path) -> Tokenizer:

@@ -21,6 +21,7 @@ import numpy as np
 
 from stemma.engine.api import GenerationRequest, RequestOutput, SequenceDelta
 from stemma.engine.client import EngineClient
+from stemma.engine.output.detokenizer import make_detokenizer
 from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import SamplingParams
@@ -48,12 +49,15 @@ class Hypothesis:
         """Return the log-probability normalised by length; higher is better."""
         return self.cumulative_logprob / math.pow(len(self.logprobs), length_penalty)
 
-    def text(self, tokenizer: Tokenizer, params: SamplingParams) -> str:
-        """Return the text, without the token that ended it unless `include_stop_str_in_output`."""
-        token_ids = self.token_ids
+    def text(self, tokenizer: Tokenizer, request: GenerationRequest) -> str:
+        """Return the text behind the prompt, without the token that ended it unless the request wants it."""
+        token_ids, params = self.token_ids, request.params
         if self.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output:
             token_ids = token_ids[:-1]
-        return tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+        detokenizer = make_detokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, prompt=request.prompt_token_ids
+        )
+        return detokenizer.extend(token_ids) + detokenizer.flush()
 
 
 class BeamSearch:
@@ -169,7 +173,7 @@ async def run_beam_search(
     assert first is not None
     unfinished = FinishReason.ABORT if was_aborted else FinishReason.LENGTH
     hypotheses = search.result() or [Hypothesis()] * request.params.n
-    texts = await asyncio.to_thread(lambda: [h.text(engine.tokenizer, request.params) for h in hypotheses])
+    texts = await asyncio.to_thread(lambda: [h.text(engine.tokenizer, request) for h in hypotheses])
     yield RequestOutput(
         request_id=request.request_id,
         deltas=tuple(

@@ -207,7 +207,8 @@ def assemble_engine(
         states=make_states(asked, kv, lower),
         clock=clock,
     )
-    eos_token_ids = model.eos_token_ids or tokenizer.eos_token_ids
+    own_ends = (token_id for token_id in tokenizer.eos_token_ids if token_id < model.vocab_size)
+    eos_token_ids = tuple(dict.fromkeys((*model.eos_token_ids, *own_ends)))
     limits = Limits(eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
     publisher = open_kv_events(
         asked, supervisor, () if lower is None else lower.stores, has_checkpoints=not cache.is_plain

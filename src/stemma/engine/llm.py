@@ -341,7 +341,7 @@ class LLM:
         assert request.beam is not None
         return Completion(
             index,
-            found.text(self.tokenizer, request.params),
+            found.text(self.tokenizer, request),
             list(found.token_ids),
             list(found.logprobs),
             found.finish_reason,

@@ -112,7 +112,7 @@ def _load_gguf_config(settings: ModelSettings) -> Any:
 def load_generation(path: Path) -> dict[str, Any]:
     """Return the checkpoint's generation_config.json, empty without one; of GGUF, what the file says."""
     if is_gguf(path):
-        from stemma.model.formats.gguf.tokenizer import end_token_ids
+        from stemma.model.formats.gguf.vocabulary import end_token_ids
         from stemma.model.gguf_header import read_header
 
         ids = end_token_ids(read_header(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from stemma.errors import ModelError
@@ -12,6 +12,8 @@ from stemma.errors import ModelError
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 100
+_END_OF_MESSAGE = "<|end|>"
+_CALLS, _ENDS_BESIDE_CALLS = frozenset({"<|call|>", "<|calls|>"}), frozenset({"<|return|>", "<|flush|>"})
 _SAMPLING_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda value: value >= 0.0, ">= 0"),
     "top_k": (lambda value: value >= -1 and value == int(value), "a whole number >= -1"),
@@ -44,22 +46,33 @@ def default_sampling(generation: dict[str, Any]) -> dict[str, float | int]:
     return defaults
 
 
+def ends_messages_only(token: str, vocabulary: Container[str]) -> bool:
+    """Whether an answer may hold `token` within, as GPT-OSS' and Solar's, which have several messages.
+
+    llama.cpp tells them apart by the same tokens.
+    """
+    others = (_CALLS, _ENDS_BESIDE_CALLS)
+    return token == _END_OF_MESSAGE and all(any(text in vocabulary for text in texts) for texts in others)
+
+
 def eos_token_ids(generation: dict[str, Any], config: Any, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end a sequence, from generation_config.json or else config.json; maybe none.
+    """Return the ids that end a sequence, of generation_config.json and config.json together; maybe none.
 
     Raises ModelError if they aren't token ids: a model that never ends would be served otherwise.
     """
-    ids = generation.get("eos_token_id")
-    source = "generation_config.json"
-    if ids is None:
-        ids = getattr(config.get_text_config(), "eos_token_id", None)
-        source = "config.json"
-    if ids is None:
-        return ()
-    listed = ids if isinstance(ids, list | tuple) else [ids]
+    named = {
+        "generation_config.json": generation.get("eos_token_id"),
+        "config.json": getattr(config.get_text_config(), "eos_token_id", None),
+    }
+    ids = [token_id for source, value in named.items() for token_id in _token_ids(source, value)]
+    # Some checkpoints name ids beyond their vocabulary; those are never drawn.
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id < vocab_size))
+
+
+def _token_ids(source: str, value: Any) -> list[int]:
+    listed = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
     for token_id in listed:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-            shown = repr(ids)[:_MAX_SHOWN]
+            shown = repr(value)[:_MAX_SHOWN]
             raise ModelError(f"{source}: eos_token_id {shown} is no token id and no list of them; correct it")
-    # Some checkpoints name ids beyond their vocabulary; those are never drawn.
-    return tuple(token_id for token_id in listed if token_id < vocab_size)
+    return listed

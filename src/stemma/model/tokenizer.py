@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBacke
 from stemma.errors import InvalidRequest, ModelError
 from stemma.model.directory import has_file, is_gguf, read_json
 from stemma.model.foreign_code import foreign_code
+from stemma.model.generation import ends_messages_only
 from stemma.model.llama_config import read_llama_config
 from stemma.model.template_bounds import BoundedEnvironment, rendering, use_bounds
 from stemma.model.text_cuts import TextCuts
@@ -28,6 +29,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """transformers' own tag, which plain Jinja doesn't know."""
 _TEMPLATE_GLOBALS = {"messages", "raise_exception", "strftime_now"}
 _MAX_REASON_CHARS = 300
+_TURN = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"})
 _ADVICE = "take tokenizer.json and tokenizer_config.json from where the checkpoint comes from"
 _PROCESSOR_TEMPLATE = "chat_template.json"
 _ENCODING = ("_encode_plus", "_convert_encoding", "set_truncation_and_padding")
@@ -131,10 +133,24 @@ class Tokenizer:
         token_id: int | None = self._hf.eos_token_id
         return token_id
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence if the checkpoint's configs name none; may be empty."""
-        return () if self.eos_token_id is None else (self.eos_token_id,)
+        """Ids that end a sequence: the tokenizer's own, and the one that the template ends answers with."""
+        found = (self.eos_token_id, self._end_of_turn())
+        return tuple(dict.fromkeys(token_id for token_id in found if token_id is not None))
+
+    def _end_of_turn(self) -> int | None:
+        """Return the added token that the template writes right behind an answer; None: it writes none."""
+        try:
+            text = self.render_chat(_TURN, add_generation_prompt=False)
+        except InvalidRequest:  # no template, or one that wants other messages
+            return None
+        _, answer, behind = text.rpartition(_TURN[-1]["content"])
+        ids = self.encode(behind.lstrip(), add_special_tokens=False)[:1].tolist() if answer else []
+        added = self._hf.added_tokens_decoder
+        if not ids or ids[0] not in added or ends_messages_only(str(added[ids[0]]), self._hf.get_vocab()):
+            return None
+        return int(ids[0])
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:

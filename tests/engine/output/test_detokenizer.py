@@ -82,6 +82,55 @@ def test_spaces_and_byte_fallback_of_sentencepiece(pieces_tokenizer: Tokenizer, 
     assert "".join(stream(pieces_tokenizer, tokens)) == pieces_tokenizer.decode(tokens)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text(alphabet=st.sampled_from("the quick fox.,🙂中abc "), max_size=60),
+    cut=st.integers(0, 60),
+    skip=st.booleans(),
+)
+def test_an_answer_goes_on_with_its_prompt(
+    pieces_tokenizer: Tokenizer, text: str, cut: int, skip: bool
+) -> None:
+    """Wherever a text is cut between two characters: its head and the answer are the whole."""
+    tokens = pieces_tokenizer.encode(text)
+    prompt, answer = tokens[:cut], tokens[cut:]
+    head = pieces_tokenizer.decode(prompt.tolist())
+    if "\ufffd" in head or not head.strip():
+        return
+    detokenizer = make_detokenizer(pieces_tokenizer, skip_special_tokens=skip, prompt=prompt)
+    assert head + detokenizer.extend(answer.tolist()) + detokenizer.flush() == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompt=st.lists(st.integers(0, 269), max_size=20), answer=st.lists(st.integers(0, 269), max_size=40))
+def test_any_pieces_behind_any_prompt(
+    pieces_tokenizer: Tokenizer, prompt: list[int], answer: list[int]
+) -> None:
+    """A prompt that ends within a character changes nothing but the first space."""
+    detokenizer = make_detokenizer(pieces_tokenizer, skip_special_tokens=True, prompt=prompt)
+    found = detokenizer.extend(answer) + detokenizer.flush()
+    assert found.removeprefix(" ") == "".join(stream(pieces_tokenizer, answer)).removeprefix(" ")
+
+
+def test_a_first_space_is_kept_behind_text_alone(pieces_tokenizer: Tokenizer) -> None:
+    the, quick, end = (
+        pieces_tokenizer.transformers_tokenizer.convert_tokens_to_ids(t) for t in ("▁the", "▁quick", END)
+    )
+    byte = 2 + 0xF0
+    for prompt, expected in (
+        ([the], " quick"),
+        ([the] * 3000, " quick"),
+        ([the, byte], " quick"),
+        ([], "quick"),
+        ([end], "quick"),
+        ([the, end], "quick"),
+        ([end, the], " quick"),
+    ):
+        for skip in (True, False):
+            detokenizer = make_detokenizer(pieces_tokenizer, skip_special_tokens=skip, prompt=prompt)
+            assert detokenizer.append(quick) == expected
+
+
 @settings(max_examples=100, deadline=None)
 @given(tokens=st.lists(st.sampled_from([1, *range(258, 270)]), max_size=60), skip=st.booleans())
 def test_any_pieces_with_special_tokens_between(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError
 from stemma.model.causal_lm import CausalLM
-from stemma.model.formats.gguf.tokenizer import end_token_ids
+from stemma.model.formats.gguf.vocabulary import end_token_ids
 from stemma.model.gguf_header import read_header
 from stemma.model.loading import load_model
 from tests import gguf_files

@@ -3,9 +3,9 @@
 Tokens of a byte-level vocabulary are bytes, which an incremental UTF-8 decoder takes. For others a short
 window of recent tokens is decoded again with each new token, and what it shows beyond the text already
 emitted is the delta. The window keeps tokens before the new one because their neighbours decide
-about spaces. Text that ends in U+FFFD may be the head of a character whose other bytes are still to come, so
-it is held back. The window is cut where decoding the rest alone gives the same text, so a token costs one
-decode of at most `_MAX_WINDOW` tokens.
+about spaces; before the first one it has one of the prompt's. Text that ends in U+FFFD may be the head of a
+character whose other bytes are still to come, so it is held back. The window is cut where decoding the rest
+alone gives the same text, so a token costs one decode of at most `_MAX_WINDOW` tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Protocol
 from typing_extensions import override
 
 from stemma.model.tokenizer import Tokenizer
+from stemma.types import TokenArray
 
 _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 12
@@ -25,6 +26,8 @@ _MAX_HELD = 6
 """Tokens that may end in U+FFFD before the window is cut inside the run: a character has 4 bytes at most."""
 _MAX_WINDOW = 64
 """Tokens after which the window starts anew even if no clean cut was found."""
+_NUM_BEFORE = 8
+"""Tokens of a prompt that are looked at, at most, for one that an answer is decoded behind."""
 
 
 _make_utf8_decoder = codecs.getincrementaldecoder("utf-8")
@@ -33,7 +36,7 @@ _make_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer(Protocol):
     """The text of one growing token sequence, in deltas of whole characters.
 
-    The deltas and the `flush` joined are ``decoder.decode(all tokens)``.
+    The deltas and the `flush` joined are ``decoder.decode(all tokens)``, without the text of a prompt before.
     """
 
     def append(self, token_id: int) -> str:
@@ -87,14 +90,17 @@ class WindowDetokenizer(Detokenizer):
     UTF-8; there the valid part, already emitted, stays.
     """
 
-    def __init__(self, decoder: Decoder, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, decoder: Decoder, *, skip_special_tokens: bool = True, before: Sequence[int] = ()
+    ) -> None:
+        """`before`: the last tokens of the prompt; an answer that goes on with its text keeps its space."""
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
         self._hidden = decoder.special_token_ids if skip_special_tokens else frozenset[int]()
-        self._window: list[int] = []
-        self._num_emitted = 0
+        self._window = self._neighbour(before)
+        self._text = self._decode(self._window) if self._window else ""
+        self._num_emitted = len(self._text)
         self._num_held = 0
-        self._text = ""
 
     @override
     def append(self, token_id: int) -> str:
@@ -125,6 +131,19 @@ class WindowDetokenizer(Detokenizer):
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _neighbour(self, before: Sequence[int]) -> list[int]:
+        """Return the last token of `before` that is whole characters: what counts is that there is one.
+
+        None behind a special token: what follows begins a text of its own, whose first space isn't shown.
+        """
+        for token_id in reversed(before):
+            if token_id in self._decoder.special_token_ids:
+                return []
+            text = self._decode([token_id])
+            if text and _REPLACEMENT not in text:
+                return [token_id]
+        return []
 
     def _cut(self) -> None:
         """Shorten the window; its text is complete and emitted."""
@@ -160,9 +179,12 @@ class WindowDetokenizer(Detokenizer):
         self._num_emitted = num_emitted
 
 
-def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Detokenizer:
-    """Return the fastest that decodes as `tokenizer` does."""
+def make_detokenizer(
+    tokenizer: Tokenizer, *, skip_special_tokens: bool, prompt: Sequence[int] | TokenArray = ()
+) -> Detokenizer:
+    """Return the fastest that decodes as `tokenizer` does what follows `prompt`."""
     if tokenizer.token_bytes is None:
-        return WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        before = [int(token_id) for token_id in prompt[-_NUM_BEFORE:]]
+        return WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens, before=before)
     hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
     return ByteDetokenizer(tokenizer.token_bytes, hidden)

@@ -173,7 +173,11 @@ class OutputProcessor:
 
     def _checker(self, state: RequestState) -> StopChecker:
         params = state.request.params
-        detokenizer = make_detokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
+        detokenizer = make_detokenizer(
+            self._tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            prompt=state.request.prompt_token_ids,
+        )
         return StopChecker(params, detokenizer, state.ending)
 
 

@@ -40,47 +40,62 @@ def decoded_bytes(data: bytes, limits: ImageLimits, name: str) -> int:
 
 
 def decode_image(data: bytes, limits: ImageLimits, name: str) -> Image:
-    """Return the image in `data` as RGB, turned as its EXIF says; of an animation the first frame.
+    """Return the image in `data` as RGB, upright and over white; of an animation the first frame.
 
     `name` says in errors which it is. Raises InvalidRequest for what is no image, too large, or not of
     `FORMATS`.
     """
-    from PIL import ImageOps
-
     with _opened(data, limits, name) as image:
-        return as_rgb(ImageOps.exif_transpose(image))
+        return as_rgb(image, name)
 
 
 @contextmanager
 def _opened(data: bytes, limits: ImageLimits, name: str) -> Iterator[Image]:
-    """Open an image within the limits; what its decoding raises meanwhile becomes an InvalidRequest."""
+    """Open an image within the limits. Raises InvalidRequest, also for what its decoding raises meanwhile."""
     from PIL import Image, UnidentifiedImageError
 
     if len(data) > limits.max_bytes:
         raise InvalidRequest(f"{name} has more than {limits.max_bytes} bytes", param="messages")
+    with _decoding(name), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
+        try:
+            opened = Image.open(io.BytesIO(data), formats=FORMATS)
+        except Image.DecompressionBombError as error:
+            too_large = f"{name} has more than {limits.max_pixels} pixels"
+            raise InvalidRequest(too_large, param="messages") from error
+        except UnidentifiedImageError as error:
+            raise InvalidRequest(f"{name} is no image in PNG, JPEG, WebP or GIF", param="messages") from error
+        with opened:
+            check_size(opened.size, limits, name)
+            yield opened
+
+
+def as_rgb(image: Image, name: str) -> Image:
+    """Return a copy of `image` in RGB, turned as its EXIF says; what is transparent lies over white.
+
+    Raises InvalidRequest, which calls it `name`, for what can't be decoded.
+    """
+    from PIL import Image, ImageOps
+
+    with _decoding(name):
+        upright = ImageOps.exif_transpose(image)  # a copy in any case
+        if not upright.has_transparency_data:
+            return upright.convert("RGB")
+        white = Image.new("RGBA", upright.size, "white")
+        return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
+
+
+@contextmanager
+def _decoding(name: str) -> Iterator[None]:
+    """Turn what decoding raises into an InvalidRequest."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
-            with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
-                check_size(opened.size, limits, name)
-                yield opened
+        yield
     except InvalidRequest:
         raise
-    except Image.DecompressionBombError as error:
-        raise InvalidRequest(f"{name} has more than {limits.max_pixels} pixels", param="messages") from error
-    except UnidentifiedImageError as error:
-        raise InvalidRequest(f"{name} is no image in PNG, JPEG, WebP or GIF", param="messages") from error
     except Exception as error:  # Pillow raises anything for damaged files
         raise InvalidRequest(
             f"{name} can't be decoded: {type(error).__name__}: {str(error)[:200]}", param="messages"
         ) from error
-
-
-def as_rgb(image: Image) -> Image:
-    """Return a copy of `image` in RGB."""
-    found = image.convert("RGB")
-    found.load()
-    return found.copy() if found is image else found
 
 
 def check_size(size: tuple[int, int], limits: ImageLimits, name: str) -> None:

@@ -118,7 +118,7 @@ class ImageReader:
     def read_image(self, image: Image, name: str) -> ReadImage:
         """Return an image of Pillow's. Raises InvalidRequest, which calls it `name`."""
         check_size(image.size, self.limits, name)
-        return self._read(as_rgb(image), name)
+        return self._read(as_rgb(image, name), name)
 
     def expand(self, text: str, images: Sequence[ReadImage]) -> str:
         """Return a rendered conversation with all that stands for its images where each had one placeholder.

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-_Split = tuple[str, str]
+Split = tuple[str, str]
+"""Two tokens that make a third."""
 
 
-def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[str]:
-    """Return every pair of tokens that make a third, "left right", best first; tokens hold no spaces.
+def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[Split]:
+    """Return every pair of tokens that make a third, best first.
 
     As transformers orders them: by the score of what they make, then long left parts, then long right
     ones. But tokens are sorted, not their pairs, of which there are several times as many.
     """
     known = set(tokens)
     order = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
-    merges: list[str] = []
+    merges: list[Split] = []
     for _, alike in groupby(order, key=scores.__getitem__):
-        pairs: list[_Split] = []
+        pairs: list[Split] = []
         num_tokens = 0
         for index in alike:
             num_tokens += 1
@@ -30,9 +31,9 @@ def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[str]:
             ]
         if num_tokens > 1:
             pairs.sort(key=_lengths, reverse=True)
-        merges += map(" ".join, pairs)
+        merges += pairs
     return merges
 
 
-def _lengths(pair: _Split) -> tuple[int, int]:
+def _lengths(pair: Split) -> tuple[int, int]:
     return len(pair[0]), len(pair[1])

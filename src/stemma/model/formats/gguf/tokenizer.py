@@ -1,50 +1,49 @@
-"""The tokenizer and the chat template of a GGUF file, as transformers builds them from its metadata.
+"""The tokenizer and the chat template of a GGUF file, built of its metadata.
 
 transformers knows how to split text for most vocabularies (`tokenizer.ggml.pre`) and takes GPT-2's way for
-all others, which gives other tokens than the model learned. Here a name that is unknown is refused.
+all others, which gives other tokens than the model learned. Here a name that is unknown is refused. Nor are
+its tokenizers taken, which bring tokens of their own: what is built has the file's tokens, each under its id.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-    GGUF_PRE_TOKENIZER_SPLITS,
-    GGUF_TOKENIZER_MAPPING,
-    convert_gguf_tokenizer,
-    gemma_tokenizer,
-    select_tokenizer_builder,
-)
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from stemma.errors import ModelError, UnsupportedModel
+from stemma.errors import ModelError
 from stemma.model.foreign_code import foreign_code
-from stemma.model.formats.gguf.merges import merges_of
+from stemma.model.formats.gguf.vocabulary import (
+    CONTROL,
+    DIGITS_APART,
+    OTHER_NAMES,
+    UNKNOWN,
+    USER_DEFINED,
+    Vocabulary,
+    read_vocabulary,
+    token_id,
+)
 from stemma.model.gguf_header import GGUFHeader
 from stemma.model.gguf_keys import shown
 
-_DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "exaone"})
-"""Vocabularies that split as GPT-2's does once every digit stands alone."""
-_AS_GPT2 = frozenset({"gpt-2", "default", "jina-es", "jina-de", "mpt", "olmo", "phi-2", "jais"})
 _NORMALIZED = frozenset({"qwen2"})
 """Vocabularies whose own tokenizer composes characters (NFC) first."""
-_LLAMA3 = frozenset(
-    {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"}
+_AS_LLAMA3 = frozenset(
+    (
+        *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        *("jina-v5-nano", "tekken"),
+    )
 )
 """Vocabularies as Llama 3's: a prompt begins with BOS, and a word that is a token needs no merges."""
-_OTHER_NAMES = {"glm4": "dbrx", "chatglm-bpe": "dbrx"}
-"""Vocabularies that split as one that transformers knows by another name, in llama.cpp."""
-_KINDS = ("gpt2", "llama")
-"""Read values of `tokenizer.ggml.model`: byte-level BPE, SentencePiece."""
-_ENDS = ("eos", "eot", "eom")
-_END_TEXTS = (
-    *("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>"),
-    *("<|return|>", "<|call|>", "<|observation|>"),
-)
-"""Tokens that end an answer whatever the metadata say, as in llama.cpp."""
-_END_OF_MESSAGE, _END_OF_ANSWER = "<|end|>", "<|return|>"
-"""The first ends an answer too (Phi-3), unless the vocabulary has the second (GPT-OSS)."""
+_WHOLE_WORDS = _AS_LLAMA3 | {"glm4"}
+_SPACE = "\u2581"
+"""Stands for a space in SentencePiece's tokens."""
+_PHI3 = "phi3"
+_NOT_STRIPPED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Special tokens of Phi-3 behind which white space stays; behind the others it is dropped."""
 
 
 def read_tokenizer(header: GGUFHeader) -> PreTrainedTokenizerFast:
@@ -52,148 +51,117 @@ def read_tokenizer(header: GGUFHeader) -> PreTrainedTokenizerFast:
 
     Raises UnsupportedModel for a kind that isn't read, ModelError if the metadata contradict each other.
     """
-    fields = _fields(header)
+    vocabulary = read_vocabulary(header)
     with foreign_code(f"can't build the tokenizer of {header.path}"):
-        _add_merges(header.architecture, fields)
-        backend, _ = convert_gguf_tokenizer(header.architecture, fields)
-        split = fields.get("pre_tokenizer_type")
-        if split in _DIGITS_APART:
-            backend.pre_tokenizer = pre_tokenizers.Sequence(
-                [
-                    pre_tokenizers.Digits(individual_digits=True),
-                    pre_tokenizers.ByteLevel(add_prefix_space=False),
-                ]
-            )
-        if split in _LLAMA3:
-            backend.model.ignore_merges = True
-        if split in _NORMALIZED:
-            backend.normalizer = normalizers.NFC()
+        backend = _byte_level(vocabulary) if vocabulary.is_byte_level else _sentencepiece(header, vocabulary)
+        added = _added_tokens(vocabulary)
+        backend.add_tokens(added)
         tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=backend,
             clean_up_tokenization_spaces=False,
-            **_special_tokens(header, fields["tokens"]),
-            **_added_ends(header),
+            **_special_tokens(header, vocabulary.tokens),
+            **_added_ends(header, len(vocabulary.tokens)),
         )
+    _check(tokenizer.backend_tokenizer, vocabulary, [token.content for token in added])
     template = header.metadata.get("tokenizer.chat_template")
     tokenizer.chat_template = template if isinstance(template, str) else None
     return tokenizer
 
 
-def _add_merges(architecture: str, fields: dict[str, Any]) -> None:
-    """Add the merges that a file of scores doesn't have, as transformers would make them, but sooner."""
-    if "merges" in fields:
-        return
-    tokens, scores = fields["tokens"], fields["scores"]
-    if select_tokenizer_builder(architecture, fields["tokenizer_type"]) is gemma_tokenizer:
-        # Its runs of spaces are respelled there, and tokens rank by their place.
-        tokens = ["\u2581" * len(text) if " " in text and not text.strip() else text for text in tokens]
-        scores = [-place for place in range(len(tokens))]
-    if not any(" " in text for text in tokens):  # else a pair's own space isn't the only one
-        fields["merges"] = merges_of(tokens, scores)
+def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """Return a tokenizer whose tokens are written in characters that stand for bytes."""
+    ids, split = _ids(vocabulary), vocabulary.split
+    backend = tokenizers.Tokenizer(models.BPE(ids, vocabulary.merges, ignore_merges=split in _WHOLE_WORDS))
+    if split in _NORMALIZED:
+        backend.normalizer = normalizers.NFC()
+    expression = GGUF_PRE_TOKENIZER_SPLITS.get(OTHER_NAMES.get(split, split))
+    words: list[Any] = (
+        [] if expression is None else [pre_tokenizers.Split(Regex(expression), behavior="isolated")]
+    )
+    if split in DIGITS_APART:
+        words = [pre_tokenizers.Digits(individual_digits=True)]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression is None)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*words, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    return backend
 
 
-def end_token_ids(header: GGUFHeader) -> tuple[int, ...]:
-    """Return the ids that end a sequence: those that the file names, and control tokens known to be ends."""
-    tokens, types = (_array(header, name) for name in ("tokens", "token_type"))
-    ids = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
-    found = {index for index in ids if type(index) is int and 0 <= index < len(tokens)}
-    control = {tokens[index]: index for index, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL}
-    ends = {control[text] for text in _END_TEXTS if text in control}
-    if _END_OF_MESSAGE in control and _END_OF_ANSWER not in control:
-        ends.add(control[_END_OF_MESSAGE])
-    return tuple(sorted(found | ends))
+def _sentencepiece(header: GGUFHeader, vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """Return a tokenizer with `_SPACE` for spaces, which spells unknown characters in bytes."""
+    unknown = token_id(header, "unknown", len(vocabulary.tokens))
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            _ids(vocabulary),
+            vocabulary.merges,
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    mark = normalizers.Replace(" ", _SPACE)
+    # Unlike the pre-tokenizer Metaspace this adds a space to what begins with one, and behind special tokens.
+    prepend = normalizers.Sequence([normalizers.Prepend(_SPACE), mark])
+    backend.normalizer = prepend if vocabulary.adds_space else mark
+    strip = [decoders.Strip(" ", 1, 0)] if vocabulary.adds_space else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
 
 
-def _array(header: GGUFHeader, name: str) -> list[Any]:
-    """Return an array of the tokenizer's metadata; none is an empty one. Raises ModelError."""
-    found = header.metadata.get(f"tokenizer.ggml.{name}", [])
-    if not isinstance(found, list):
+def _ids(vocabulary: Vocabulary) -> dict[str, int]:
+    return {text: index for index, text in enumerate(vocabulary.tokens)}
+
+
+def _added_tokens(vocabulary: Vocabulary) -> list[AddedToken]:
+    """Return the tokens that are found in a text before it is split into words."""
+    strips = vocabulary.architecture == _PHI3 and not vocabulary.is_byte_level
+    return [
+        AddedToken(
+            text,
+            normalized=False,
+            special=kind != USER_DEFINED,
+            rstrip=strips and text not in _NOT_STRIPPED,
+        )
+        for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if text and kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+
+
+def _check(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, added: list[str]) -> None:
+    """Raise ModelError unless each token has the file's id, and `added` are found in texts."""
+    built, expected = backend.get_vocab(), _ids(vocabulary)
+    if built != expected or len(expected) != len(vocabulary.tokens):
         raise ModelError(
-            f"{header.path}: tokenizer.ggml.{name} is {shown(found)}, must be an array; download it again"
+            f"{vocabulary.path}: the tokenizer built has {len(built)} tokens, or other ids than the file's "
+            f"{len(vocabulary.tokens)}; give the directory of the original checkpoint"
         )
-    return found
-
-
-_CONTROL = 3
-"""Token type of control tokens (`llama_token_type` in llama.cpp)."""
-
-
-def _fields(header: GGUFHeader) -> dict[str, Any]:
-    """Return the metadata under transformers' names, checked."""
-    names: dict[str, str] = GGUF_TOKENIZER_MAPPING["tokenizer"]
-    fields = {
-        ours: header.metadata[f"tokenizer.{key}"]
-        for key, ours in names.items()
-        if f"tokenizer.{key}" in header.metadata
-    }
-    kind, split = fields.get("tokenizer_type"), fields.get("pre_tokenizer_type")
-    if isinstance(split, str):
-        split = fields["pre_tokenizer_type"] = _OTHER_NAMES.get(split, split)
-    if kind not in _KINDS:
-        raise UnsupportedModel(
-            f"{header.path} has a tokenizer of kind {shown(kind)}; read from GGUF are "
-            f"{' and '.join(_KINDS)}. Give the directory of the original checkpoint"
-        )
-    known = _DIGITS_APART | _AS_GPT2 | set(GGUF_PRE_TOKENIZER_SPLITS)
-    if kind == "gpt2" and split not in known:
-        raise UnsupportedModel(
-            f"{header.path} splits text by {shown(split)} (tokenizer.ggml.pre), which isn't known "
-            "here. Give "
-            "the directory of the original checkpoint"
-        )
-    tokens = _strings(header, fields, "tokens")
-    if kind == "gpt2":
-        merges = _strings(header, fields, "merges")
-        if not all(len(merge.split(" ")) == 2 for merge in merges):
-            raise ModelError(f"{header.path}: tokenizer.ggml.merges must be pairs; download it again")
-    elif "merges" not in fields:
-        scores = fields.get("scores")
-        if not isinstance(scores, list) or len(scores) != len(tokens):
-            raise ModelError(f"{header.path}: tokenizer.ggml.scores must be one a token; download it again")
-    types = fields.get("token_type")
-    if types is not None and (not isinstance(types, list) or len(types) != len(tokens)):
-        raise ModelError(f"{header.path}: tokenizer.ggml.token_type must be one a token; download it again")
-    if len(set(tokens)) != len(tokens):
-        raise ModelError(f"{header.path}: two tokens are spelled alike; download it again")
-    num_rows = header.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in header.tensors else 0
-    if len(tokens) > num_rows:
-        raise ModelError(
-            f"{header.path} has {len(tokens)} tokens, but {num_rows} rows of embeddings; download it again"
-        )
-    return fields
-
-
-def _strings(header: GGUFHeader, fields: dict[str, Any], name: str) -> list[str]:
-    found = fields.get(name)
-    if not isinstance(found, list) or not found or not isinstance(found[0], str):
-        raise ModelError(f"{header.path} has no tokenizer.ggml.{name}; download it again")
-    return found
+    for text, encoding in zip(added, backend.encode_batch_fast(added, add_special_tokens=False), strict=True):
+        if encoding.ids != [expected[text]]:
+            raise ModelError(
+                f"{vocabulary.path}: its token {shown(text)} is read as {len(encoding.ids)} others; give the "
+                "directory of the original checkpoint"
+            )
 
 
 def _special_tokens(header: GGUFHeader, tokens: list[str]) -> dict[str, AddedToken]:
     """Return special tokens by transformers' names."""
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    special = {}
-    for name, key in keys.items():
-        index = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if index is None:
-            continue
-        if type(index) is not int or not 0 <= index < len(tokens):
-            raise ModelError(
-                f"{header.path}: {key}_token_id is {shown(index)}, beyond its {len(tokens)} tokens"
-            )
-        special[name] = AddedToken(tokens[index], normalized=False, special=True)
-    return special
+    found = {name: token_id(header, key, len(tokens)) for name, key in keys.items()}
+    return {
+        name: AddedToken(tokens[index], normalized=False, special=True)
+        for name, index in found.items()
+        if index is not None
+    }
 
 
-def _added_ends(header: GGUFHeader) -> dict[str, bool]:
+def _added_ends(header: GGUFHeader, num_tokens: int) -> dict[str, bool]:
     """Return whether `encode` adds the first and the last token."""
     # llama.cpp begins a prompt of these with BOS unless the file says otherwise.
     by_default = header.metadata.get("tokenizer.ggml.model") == "llama"
-    by_default = by_default or header.metadata.get("tokenizer.ggml.pre") in _LLAMA3
+    by_default = by_default or header.metadata.get("tokenizer.ggml.pre") in _AS_LLAMA3
     begins = header.metadata.get("tokenizer.ggml.add_bos_token", by_default)
-    begins = bool(begins) and "tokenizer.ggml.bos_token_id" in header.metadata
-    ends = bool(header.metadata.get("tokenizer.ggml.add_eos_token")) and (
-        "tokenizer.ggml.eos_token_id" in header.metadata
-    )
+    begins = bool(begins) and token_id(header, "bos", num_tokens) is not None
+    ends = bool(header.metadata.get("tokenizer.ggml.add_eos_token"))
+    ends = ends and token_id(header, "eos", num_tokens) is not None
     return {"add_bos_token": begins, "add_eos_token": ends} if begins or ends else {}
