@@ -375,7 +375,7 @@ class _Search(_Request):
         self.is_over = True
         self.answer.sequences = [
             CollectedSequence(
-                [one.text(self._tokenizer, self.request.params)],
+                [one.text(self._tokenizer, self.request)],
                 list(one.token_ids),
                 list(one.logprobs),
                 one.finish_reason,
