@@ -64,9 +64,7 @@ class TurnRunner:
         """
         await self.quotas.apply()
         reserved = self._reserve(request, turns)
-        answers = [
-            Collected.nothing(len(one.request.prompt_token_ids), keeps_logprobs=False) for one in turns
-        ]
+        answers = _nothing_yet(turns, keeps_logprobs=False)
         stream = self._run(turns, answers)
         first = asyncio.ensure_future(_first(stream))
         quiet_s = self.settings.server.stream_comment_s
@@ -237,7 +235,14 @@ async def _first(stream: Outputs) -> tuple[int, RequestOutput]:
 def _without_answer(output: RequestOutput) -> RequestOutput:
     """Return an output of a prompt that is computed for later: the one token that was drawn is nobody's."""
     deltas = tuple(
-        SequenceDelta(one.index, (), "", finish_reason=one.finish_reason and FinishReason.STOP)
+        SequenceDelta(
+            one.index,
+            (),
+            "",
+            finish_reason=FinishReason.STOP
+            if one.finish_reason is FinishReason.LENGTH
+            else one.finish_reason,
+        )
         for one in output.deltas
     )
     return replace(output, deltas=deltas, num_generated_tokens=0)
