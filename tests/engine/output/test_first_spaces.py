@@ -38,7 +38,7 @@ def test_the_first_space_of_a_completion_is_its_own(llm: LLM, options: dict[str,
 
 
 def test_a_stop_string_may_begin_with_it(llm: LLM) -> None:
-    [output] = llm.generate(["the user"], SamplingParams(max_tokens=3, logit_bias=ONLY, stop=[" he"]))
+    [output] = llm.generate(["the user"], SamplingParams(max_tokens=3, logit_bias=ONLY, stop=(" he",)))
     assert output.completions[0].text == ""
     assert output.completions[0].stop_reason == " he"
 
