@@ -43,7 +43,7 @@ SEEDS = {
     "hybrid mtp": 3,
     "images": 1,
     "images drafted": 1,
-    "images small": 3,
+    "images small": 7,
     "chunked attention": 1,
 }
 """By engine, where it is another one."""

@@ -13,7 +13,7 @@ from transformers.image_transforms import convert_to_rgb
 
 from stemma.errors import InvalidRequest
 from stemma.model.vision.decoding import ImageLimits, as_rgb, decode_image
-from tests.model.vision.test_reading import reader_of
+from tests.model.vision.readers import reader_of
 from tests.vision_checkpoints import picture
 
 LIMITS = ImageLimits(1 << 20, 1 << 20)

@@ -11,26 +11,15 @@ from PIL import Image
 
 from stemma.errors import ConfigError, InvalidRequest, ModelError
 from stemma.model.tokenizer import Tokenizer
-from stemma.model.vision.checkpoint import vision_config_of
-from stemma.model.vision.decoding import ImageLimits
 from stemma.model.vision.family import positions_on_grids
 from stemma.model.vision.prompt import vocabulary_ids
-from stemma.model.vision.reading import ImageReader
 from stemma.model.vision.sources import split_images
 from stemma.prefix.image_ids import are_images
 from tests.model.vision.processors import processor_of
+from tests.model.vision.readers import reader_of
 from tests.vision_checkpoints import IMAGE_TOKENS, VISION_FAMILIES, picture
 
-LIMITS = ImageLimits(1 << 20, 1 << 20)
 SIZES = ((90, 60), (200, 100), (33, 170), (128, 128))
-
-
-def reader_of(path: Path) -> ImageReader:
-    from transformers import AutoConfig
-
-    config = vision_config_of(path, AutoConfig.from_pretrained(str(path)))
-    assert config is not None
-    return ImageReader(path, config, Tokenizer(path), LIMITS)
 
 
 def chat_with(images: list[Image.Image]) -> list[dict[str, Any]]:
