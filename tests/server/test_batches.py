@@ -266,7 +266,9 @@ def test_a_batch_outlives_its_server(tokenizer_path: Path, tmp_path: Path, signa
     assert batch.status == "completed"
     assert [one["custom_id"] for one in found] == [f"{i}" for i in range(40)]
     # What had been answered before is not answered again.
-    [answered] = [one for one in metrics.splitlines() if one.startswith('stemma_requests_total{api="chat"')]
+    [answered] = [
+        one for one in metrics.splitlines() if one.startswith('stemma_requests_total{api="chat",outcome="ok"')
+    ]
     assert before.request_counts is not None
     assert float(answered.split()[-1]) <= 40 - before.request_counts.completed
 

@@ -81,8 +81,8 @@ class Batches(Collector):
         """Return the metrics of this moment."""
         yield GaugeMetricFamily("stemma_batches_open", "Batches that haven't ended", value=len(self._runs))
         ended = CounterMetricFamily("stemma_batches_ended", "Batches that have ended", labels=["status"])
-        for status, number in self._num_ended.items():
-            ended.add_metric([status], number)
+        for status in sorted(ENDED):
+            ended.add_metric([str(status)], self._num_ended.get(str(status), 0))
         yield ended
 
     @asynccontextmanager
