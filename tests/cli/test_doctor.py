@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -128,10 +129,8 @@ def test_a_model_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
 
 
 def test_a_model_is_described(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        **{"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "pad_token_id": 0},
-    )
+    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0)
     path = save_checkpoint(make_model(config, 0), tokenizer(), tmp_path)
     found = report(str(path))["model"]
     assert found["architecture"] == "LlamaForCausalLM"
