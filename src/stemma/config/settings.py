@@ -385,12 +385,15 @@ class ServerSettings(SettingsModel):
     batch_seats: int = Field(default=8, ge=1)
     """Requests of batches that are answered at one time. None begins while another request waits."""
     max_connections: int = Field(default=1024, ge=1)
-    """Open connections. Beyond them the oldest half-sent request or idle connection makes room for a new
-    one. Fewer if the process may open fewer files."""
+    """Open connections. Beyond them the oldest half-sent request, idle connection or unread answer makes
+    room for a new one, those without a key first. Fewer if the process may open fewer files."""
     header_timeout_s: float = Field(default=10.0, gt=0.0)
     """Time limit from the connection or the last answer's end until a request's headers are complete."""
     body_timeout_s: float = Field(default=120.0, gt=0.0)
     """Time limit from a request's headers until its body is complete."""
+    send_timeout_s: float = Field(default=30.0, gt=0.0)
+    """A client that reads less than 32 KiB of its answer in so long, though more waits for it, loses its
+    connection, and what runs for it ends."""
     keep_alive_s: float = Field(default=10.0, gt=0.0)
     """How long an idle connection stays open. Clients must give it up first, since what is sent while it is
     being closed is lost: those on httpx, OpenAI's too, do after 5 s."""
