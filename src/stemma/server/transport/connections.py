@@ -176,7 +176,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins, maybe pipelined after another one."""
         super().on_message_begin()
-        self.scope[SOCKET] = self._opened  # type: ignore[typeddict-unknown-key]
+        self.scope[SOCKET] = self._opened  # type: ignore[literal-required]
         self._is_reading_headers = True
         if not self.flow.write_paused:
             self._stop_send_clock()
@@ -205,9 +205,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Begin what is pipelined once the answer has left; don't wait long for the rest of a body that nobody
-        reads.
-        """
+        """Begin what is pipelined once the answer has left; don't wait long for a body that nobody reads."""
         self._start_send_clock()
         if self.flow.write_paused and not self.transport.is_closing():
             self._waits_for_reader = True

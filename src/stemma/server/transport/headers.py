@@ -26,8 +26,8 @@ class Entrance:
     """ASGI middleware around everything.
 
     `Host`, `Content-Length` and keys come at most once, and well-formed. `x-request-id` is taken from the
-    request or made, and sent back. What the request took from budgets is returned as the last bytes of its answer
-    leave.
+    request or made, and sent back. What the request took from budgets is returned as the last bytes of its
+    answer leave.
     """
 
     def __init__(self, app: ASGIApp) -> None:
