@@ -372,6 +372,9 @@ class ServerSettings(SettingsModel):
     """Largest request body."""
     body_memory: ByteSize = 512 * 2**20
     """Memory of the bodies of all requests under way; a tenant may take half of it."""
+    answer_memory: ByteSize = Field(default=2 * 2**30, gt=0)
+    """Memory of what the answers of all requests under way may hold beside their text: log-probabilities,
+    ids, echoes. A tenant may take half of it."""
     max_responses: int = Field(default=4096, ge=0)
     """Stored responses (`/v1/responses`), and as many conversations; 0: none is stored."""
     max_response_bytes: ByteSize = 128 * 2**20
@@ -417,6 +420,10 @@ class RequestSettings(SettingsModel):
     """Maximum tokens of an answer; overrides the request."""
     max_n: int | None = Field(default=None, ge=1)
     """Largest `n` and `best_of`; default: as many as can run at once."""
+    max_logprobs: int = Field(default=20, ge=0, le=20)
+    """Most log-probabilities that a request may ask for of each token, of its answer or its prompt."""
+    max_answer_bytes: ByteSize = Field(default=512 * 2**20, gt=0)
+    """Memory that one answer may take, reckoned from what is asked for before it begins."""
     dialect: Literal["stemma", "mindie"] = "stemma"
     """Whose clients to follow where those of one API differ, e.g. in a list of ids in an event."""
 

@@ -35,9 +35,8 @@ async def mindie_tokenizer(request: Request) -> Response:
     """Count the tokens of ``inputs`` and, with ``do_decode``, show them as text."""
     context = context_of(request)
     body = validate(TokenizerRequest, await read_object(request))
-    with context.runner.admitted(request):
-        ids = await _encode(context, body.inputs, "inputs", add_special_tokens=True)
-        tokens: list[Any] = await _texts(context, ids) if body.do_decode else ids
+    ids = await _encode(context, body.inputs, "inputs", add_special_tokens=True)
+    tokens: list[Any] = await _texts(context, ids) if body.do_decode else ids
     return json_response({"token_number": len(ids), "tokens": tokens})
 
 
@@ -50,8 +49,7 @@ async def tokenize(request: Request) -> Response:
     check_model(context.engine, body.model or context.engine.model_name)
     if sum(each is not None for each in (body.prompt, body.inputs, body.messages)) != 1:
         raise InvalidRequest("give one of prompt, messages and inputs", param="prompt")
-    with context.runner.admitted(request):
-        return json_response(await _tokenized(context, body, raw))
+    return json_response(await _tokenized(context, body, raw))
 
 
 async def _tokenized(context: ApiContext, body: TokenizeRequest, raw: dict[str, Any]) -> Any:
@@ -83,10 +81,9 @@ async def detokenize(request: Request) -> Response:
     highest = max(body.tokens, default=0)
     if highest >= tokenizer.vocab_size:
         raise InvalidRequest(f"{highest} is no token id of this model", param="tokens")
-    with context.runner.admitted(request):
-        text = await context.intake.tokenize_in_thread(
-            lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
-        )
+    text = await context.intake.tokenize_in_thread(
+        lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+    )
     return json_response({"prompt": text})
 
 

@@ -18,6 +18,7 @@ from starlette.types import Message
 from stemma.errors import StemmaError, Unauthorized
 from stemma.server.access import Access
 from stemma.server.admission.caller import Caller, begin_call
+from stemma.server.admission.entry import counted_in
 from stemma.server.errors import json_response, openai_body, openai_error
 from stemma.server.tenants.keyfile import Tenant
 
@@ -84,7 +85,9 @@ class LocalCalls:
         caller = Caller(request_id, owner)
         begin_call(caller)
         try:
-            response = await self._handlers[path](self._request(path, body, owner))
+            request = self._request(path, body, owner)
+            with counted_in(request):
+                response = await self._handlers[path](request)
         except StemmaError as error:
             response = openai_error(error)
         except Exception:

@@ -89,14 +89,14 @@ async def count_input(request: Request) -> Response:
     return json_response(found)
 
 
-@router.get("/v1/responses/{response_id}/input_items", TENANT)
+@router.get("/v1/responses/{response_id}/input_items", TENANT, metered=True)
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List what a stored response was given to, the newest first unless ``order=asc``."""
     found = _stored(request, response_id)
     return json_response(item_page(orjson.loads(found.input_items), request))
 
 
-@router.get("/v1/responses/{response_id}", TENANT)
+@router.get("/v1/responses/{response_id}", TENANT, metered=True)
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a stored response."""
     return Response(_stored(request, response_id).response, media_type="application/json")

@@ -42,7 +42,7 @@ async def create(request: Request) -> Response:
     return _answer(conversation_id, entry)
 
 
-@router.get("/v1/conversations/{conversation_id}", TENANT)
+@router.get("/v1/conversations/{conversation_id}", TENANT, metered=True)
 async def get(request: Request, conversation_id: str) -> Response:
     """Return when a conversation began, and its metadata."""
     return _answer(conversation_id, _found(stores_of(request), request, conversation_id))
@@ -86,20 +86,20 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     )
 
 
-@router.get("/v1/conversations/{conversation_id}/items", TENANT)
+@router.get("/v1/conversations/{conversation_id}/items", TENANT, metered=True)
 async def list_items(request: Request, conversation_id: str) -> Response:
     """List a conversation's items, the newest first unless ``order=asc``."""
     return json_response(item_page(_found(stores_of(request), request, conversation_id).items(), request))
 
 
-@router.get("/v1/conversations/{conversation_id}/items/{item_id}", TENANT)
+@router.get("/v1/conversations/{conversation_id}/items/{item_id}", TENANT, metered=True)
 async def get_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """Return one item."""
     items = _found(stores_of(request), request, conversation_id).items()
     return json_response(items[place_of(items, item_id)])
 
 
-@router.delete("/v1/conversations/{conversation_id}/items/{item_id}", TENANT)
+@router.delete("/v1/conversations/{conversation_id}/items/{item_id}", TENANT, metered=True)
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """Take one item out of a conversation."""
     stores = stores_of(request)
