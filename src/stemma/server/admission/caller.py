@@ -14,6 +14,15 @@ if TYPE_CHECKING:  # proxies need callers, and no model
 
 
 @dataclass(slots=True)
+class Used:
+    """Tokens of the answers that one request got whole."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
+@dataclass(slots=True)
 class Caller:
     """One HTTP request's id, tenant, and what it has taken from the budgets until it is answered."""
 
@@ -26,6 +35,7 @@ class Caller:
     holding: Holding = field(default_factory=Holding)
     reserved: Reserved | None = None
     """Its place among the tenant's requests, until the turns that it asks for take it over."""
+    used: Used = field(default_factory=Used)
     images: dict[str, ReadImage] = field(default_factory=dict)
     """Its images that were read, by their URL: each once, however often a part of the prompt is rendered."""
 

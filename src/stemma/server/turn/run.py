@@ -105,6 +105,7 @@ class TurnRunner:
             give_back(reserved, answers)
         if not all(one.is_finished for one in answers):
             raise GenerationFailed("the engine ended a request without any output")
+        _note_use(answers)
         return answers
 
     def _run(self, turns: Sequence[Turn], answers: Sequence[Collected]) -> Outputs:
@@ -237,6 +238,13 @@ class TurnRunner:
 def _nothing_yet(turns: Sequence[Turn], *, keeps_logprobs: bool) -> list[Collected]:
     lengths = (len(one.request.prompt_token_ids) for one in turns)
     return [Collected.nothing(length, keeps_logprobs=keeps_logprobs) for length in lengths]
+
+
+def _note_use(answers: Sequence[Collected]) -> None:
+    used = caller().used
+    used.num_prompt_tokens += sum(one.cache.num_prompt_tokens for one in answers)
+    used.num_cached_tokens += sum(one.cache.num_cached_tokens for one in answers)
+    used.num_generated_tokens += sum(one.num_generated_tokens for one in answers)
 
 
 async def _first(stream: Outputs) -> tuple[int, RequestOutput]:
