@@ -485,8 +485,9 @@ class ImageSettings(SettingsModel):
 
     cache: ByteSize = Field(default=256 * 2**20, ge=0)
     """Memory of what the vision encoder made of the images used last, by their hash."""
-    memory: ByteSize = Field(default=512 * 2**20, gt=0)
-    """Decoded images of all open requests together, in bytes; a tenant may hold half of it."""
+    memory: ByteSize = Field(default=2**30, gt=0)
+    """Images of all open requests together, in bytes: 20 a pixel while one is read, then what is kept of it.
+    A tenant may hold half of it."""
     max_bytes: ByteSize = Field(default=20 * 2**20, gt=0)
     """The largest file of an image."""
     max_pixels: int = Field(default=25_000_000, ge=1)

@@ -32,7 +32,7 @@ class Admission:
         self._max_output_tokens = settings.requests.max_output_tokens or engine.max_model_len
         num_sequences = scheduler.max_waiting + scheduler.seats
         self.bodies = shared("body_bytes", "bytes of request bodies", settings.server.body_memory)
-        self.images = shared("image_bytes", "bytes of decoded images", settings.engine.images.memory)
+        self.images = shared("image_bytes", "bytes of images", settings.engine.images.memory)
         self.answers = shared(
             "answer_bytes", "bytes of answers, beside their text", settings.server.answer_memory
         )
