@@ -18,6 +18,7 @@ from stemma.errors import StorageError
 from stemma.server.batches import batches
 from stemma.server.batches.seats import FairSeats
 from stemma.server.batches.storage import BatchStorage
+from stemma.server.batches.store import BATCH_BYTES, FILE_BYTES
 from stemma.server.tenants.keyfile import add_key
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_batches import begun, line, records, sent, waited
@@ -118,7 +119,7 @@ def test_one_tenants_batches_never_stop_anothers(
     assert bob.batches.retrieve(waiting[0].id).status == "in_progress"
 
 
-@pytest.mark.parametrize("changes", [{"batch_bytes": 60_000}])
+@pytest.mark.parametrize("changes", [{"batch_bytes": BATCH_BYTES + FILE_BYTES + 40_000}])
 def test_results_count(client: OpenAI, live_url: str) -> None:
     """905 MB lay there under --batch-bytes 4MB."""
     lines = [line(f"{i}", "hello", max_tokens=300, logprobs=True, top_logprobs=5) for i in range(4)]
@@ -129,15 +130,15 @@ def test_results_count(client: OpenAI, live_url: str) -> None:
     assert failed
     metrics = httpx.get(f"{live_url}/metrics").text
     [held] = [one for one in metrics.splitlines() if 'budget_held{budget="batch_bytes"}' in one]
-    files = sum(one.bytes + 4096 for one in client.files.list())
-    assert float(held.split()[-1]) == files + 16_384 <= 80_000
+    files = sum(one.bytes + FILE_BYTES for one in client.files.list())
+    assert float(held.split()[-1]) == files + BATCH_BYTES <= BATCH_BYTES + 3 * FILE_BYTES + 40_000
     for one in client.files.list():
         client.files.delete(one.id)
     metrics = httpx.get(f"{live_url}/metrics").text
-    assert 'budget_held{budget="batch_bytes"} 16384.0' in metrics
+    assert 'budget_held{budget="batch_bytes"} 65536.0' in metrics
 
 
-@pytest.mark.parametrize("changes", [{"batch_bytes": 20_000}])
+@pytest.mark.parametrize("changes", [{"batch_bytes": 4 * FILE_BYTES}])
 def test_empty_files_are_bounded_in_number(client: OpenAI) -> None:
     ids = [sent(client, []) for _ in range(4)]
     with pytest.raises(openai.InternalServerError, match="are in use"):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # proxies need budgets, and no torch
 
 _CHOICE_BYTES = 4096
 """Of a choice without a token."""
-TEXT_BYTES, _LONG_TEXT_BYTES = 160, 640
+TEXT_BYTES, LONG_TEXT_BYTES = 160, 640
 """Of a token: its text, id and part of the JSON; with the longest texts."""
 _LOGPROB_BYTES, _LONG_LOGPROB_BYTES = 400, 1600
 """Of one log-probability of a generated token: its own, or one of the likeliest."""
@@ -28,10 +28,14 @@ _ECHOED_LOGPROB_BYTES = 128
 """Of one that another choice repeats."""
 ID_BYTES = 16
 """Of a token's id in a list of them."""
+LISTED_ID_BYTES = 64
+"""Of one in a list of Python's numbers."""
 ENTRY_BYTES = 640
 """Of a token that is told as an object with its text and id."""
 EVENT_BYTES = 256
 """Of an event of its own for a token."""
+PARSED_BYTES = 16
+"""Of a byte of stored JSON, once it is parsed."""
 NUMBER_BYTES = 96
 """Of one of the numbers of a vector."""
 _COPIES = 2
@@ -80,7 +84,7 @@ class AnswerSize:
         echoed = (num_choices - 1) * _ECHOED_LOGPROB_BYTES if told.repeats_logprobs else 0
         return cls(
             {
-                "max_tokens": num_tokens * (_LONG_TEXT_BYTES if is_steered else TEXT_BYTES),
+                "max_tokens": num_tokens * (LONG_TEXT_BYTES if is_steered else TEXT_BYTES),
                 "logprobs": num_tokens * num_tops * (_LONG_LOGPROB_BYTES if is_steered else _LOGPROB_BYTES),
                 "prompt_logprobs": num_prompt * num_prompt_tops * (_PROMPT_LOGPROB_BYTES + echoed),
                 "prompt": _COPIES * (told.once + num_choices * told.each + num_tokens * told.token),

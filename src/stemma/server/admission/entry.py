@@ -7,9 +7,19 @@ from contextlib import contextmanager
 
 from starlette.requests import Request
 
-from stemma.server.access import tenant_of
+from stemma.server.access import owner_of, tenant_of
+from stemma.server.admission.answers import AnswerSize
 from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import Admission
+
+
+def hold(request: Request, field: str, num_bytes: int) -> None:
+    """Take what an answer that no turn gives will need, until it has left; `field` asks for it.
+
+    Raises InvalidRequest, RateLimited or Overloaded.
+    """
+    admission: Admission = request.app.state.admission
+    admission.hold(AnswerSize({field: num_bytes}), owner_of(request))
 
 
 @contextmanager

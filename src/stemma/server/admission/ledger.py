@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stemma.budgets import TENANT_SHARE, Budget, BudgetState, Holding
 from stemma.config.settings import Settings
-from stemma.errors import InvalidRequest, StemmaError
+from stemma.errors import InvalidRequest, OverBudget
 from stemma.server.admission.answers import NOTHING_ELSE, AnswerSize, Told
 from stemma.server.admission.caller import caller
 from stemma.server.admission.rates import RateLimits
@@ -73,8 +73,11 @@ class Admission:
         """Return the most that the answer to `request` may take."""
         return AnswerSize.of(request, num_sequences_of(request), self.most_output(request), told)
 
-    def check_size(self, size: AnswerSize, owner: str) -> None:
-        """Raise InvalidRequest for an answer that is larger than any may be."""
+    def hold(self, size: AnswerSize, owner: str) -> None:
+        """Take the bytes of an answer of the request at hand, until they have left.
+
+        Raises RateLimited or Overloaded, and InvalidRequest for an answer that is larger than any may be.
+        """
         most = min(self._max_answer_bytes, self.answers.most(owner))
         if size.num_bytes > most:
             raise InvalidRequest(
@@ -83,6 +86,7 @@ class Admission:
                 "choices, or set a lower max_tokens",
                 param=size.largest,
             )
+        caller().holding.take(self.answers, size.beside_text, owner)
 
     def most_output(self, request: GenerationRequest) -> int:
         """Return the most tokens that `request` may generate, over all sequences."""
@@ -112,8 +116,8 @@ class Reserved:
     def widen(self, num_sequences: int) -> None:
         """Take sequences until there are so many: known before prompts are tokenized, so refused before.
 
-        Raises RateLimited or Overloaded, and InvalidRequest if a retry wouldn't help; then the request counts
-        as none of the tenant's.
+        Raises RateLimited or Overloaded: then the request counts as none of the tenant's. Raises
+        InvalidRequest if a retry wouldn't help.
         """
         assert self._holding is not None
         try:
@@ -123,7 +127,7 @@ class Reserved:
             if self._tenant is not None and num_sequences > self._num_counted:
                 self._admission.rates.widen(self._tenant, self._num_counted, num_sequences)
                 self._num_counted = num_sequences
-        except StemmaError:
+        except OverBudget:
             if self._tenant is not None:
                 self._admission.rates.forget(self._tenant, self._num_counted)
             raise
@@ -136,12 +140,10 @@ class Reserved:
         assert self._holding is not None
         admission = self._admission
         sizes = [admission.size_of(*one) for one in zip(requests, told, strict=True)]
-        size = AnswerSize.sum(sizes)
-        admission.check_size(size, self._owner)
         self.widen(sum(map(num_sequences_of, requests)))
+        admission.hold(AnswerSize.sum(sizes), self._owner)
         num_tokens = sum(map(admission.most_output, requests))
         self._holding.take(admission.output_tokens, num_tokens, self._owner)
-        caller().holding.take(admission.answers, size.beside_text, self._owner)
         if self._tenant is not None:
             num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests)
             admission.rates.charge(self._tenant, num_prompt_tokens, num_tokens)

@@ -47,14 +47,16 @@ class TokenTexts:
 
 
 def chat_logprobs(texts: TokenTexts, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """Return ``choices[].logprobs`` of a chat completion, each token as JSON: as objects it is many times
-    larger."""
-    content = []
+    """Return ``choices[].logprobs`` of a chat completion, written token by token: what Python holds of one is
+    many times its JSON."""
+    content = bytearray()
     for entry in logprobs:
         item = _chat_entry(texts, entry.token_id, entry.logprob)
         item["top_logprobs"] = [_chat_entry(texts, token_id, value) for token_id, value in entry.top]
-        content.append(orjson.Fragment(orjson.dumps(item)))
-    return {"content": content, "refusal": None}
+        content += b"," if content else b"["
+        content += orjson.dumps(item)
+    content += b"]" if content else b"[]"
+    return {"content": orjson.Fragment(bytes(content)), "refusal": None}
 
 
 def _chat_entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:

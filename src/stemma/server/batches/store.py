@@ -41,14 +41,14 @@ CREATE TABLE IF NOT EXISTS results (
 """
 _FILES = "SELECT id, owner, filename, purpose, bytes, created, expires FROM files"
 _RETRY_LATER_S = 3600.0
-_FILE_BYTES = 4096
+FILE_BYTES = 65_536
 """Disk space that a file takes beside its bytes: small ones are bounded in number too."""
-_BATCH_BYTES = 16_384
+BATCH_BYTES = 65_536
 """That of a batch: what is known of it, and why it failed."""
 _HELD = f"""
 SELECT owner, SUM(held) FROM (
-    SELECT owner, bytes + {_FILE_BYTES} AS held FROM files
-    UNION ALL SELECT owner, {_BATCH_BYTES} FROM batches
+    SELECT owner, bytes + {FILE_BYTES} AS held FROM files
+    UNION ALL SELECT owner, {BATCH_BYTES} FROM batches
     UNION ALL SELECT batches.owner, LENGTH(record) + 1 FROM results JOIN batches ON batches.id = batch)
 GROUP BY owner
 """
@@ -111,7 +111,7 @@ class BatchStore:
 
     def add_file(self, file: StoredFile) -> None:
         """Enter a file whose bytes lie at `path_of`. Raises RateLimited or Overloaded if too much is kept."""
-        with self._taken(file.num_bytes + _FILE_BYTES, file.owner):
+        with self._taken(file.num_bytes + FILE_BYTES, file.owner):
             self._insert_file(file)
 
     @contextmanager
@@ -171,7 +171,7 @@ class BatchStore:
             ids = (batch.input_file_id, batch.output_file_id, batch.error_file_id)
             if not any(self._has_file(one) for one in ids if one is not None):
                 self._db.execute("DELETE FROM batches WHERE id = ?", (batch.batch_id,))
-                self.budget.give_back(_BATCH_BYTES, batch.owner)
+                self.budget.give_back(BATCH_BYTES, batch.owner)
 
     def _has_file(self, file_id: str) -> bool:
         return self._db.execute("SELECT 1 FROM files WHERE id = ?", (file_id,)).fetchone() is not None
@@ -179,13 +179,13 @@ class BatchStore:
     def _drop_file(self, file: StoredFile) -> None:
         self._db.execute("DELETE FROM files WHERE id = ?", (file.file_id,))
         self.path_of(file.file_id).unlink(missing_ok=True)
-        self.budget.give_back(file.num_bytes + _FILE_BYTES, file.owner)
+        self.budget.give_back(file.num_bytes + FILE_BYTES, file.owner)
 
     # Batches
 
     def add_batch(self, batch: Batch) -> None:
         """Enter a new batch. Raises RateLimited or Overloaded if too much is kept."""
-        with self._taken(_BATCH_BYTES, batch.owner):
+        with self._taken(BATCH_BYTES, batch.owner):
             self.save(batch)
 
     def save(self, batch: Batch) -> None:
@@ -306,7 +306,7 @@ class BatchStore:
             for table in ("lines", "results"):
                 self._db.execute(f"DELETE FROM {table} WHERE batch = ?", (batch.batch_id,))
             self.save(ended)
-        self.budget.add(_FILE_BYTES * len(made), batch.owner)  # their bytes were the results'
+        self.budget.add(FILE_BYTES * len(made), batch.owner)  # their bytes were the results'
         return ended
 
     def _write_records(self, batch: Batch, path: Path, *, is_failed: bool) -> int:
