@@ -20,8 +20,8 @@ from stemma.server.batches.seats import FairSeats
 from stemma.server.batches.storage import BatchStorage
 from stemma.server.batches.store import BATCH_BYTES, FILE_BYTES
 from stemma.server.tenants.keyfile import add_key
+from tests.server.batch_client import begun, line, records, sent, waited
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_batches import begun, line, records, sent, waited
 
 
 @pytest.fixture

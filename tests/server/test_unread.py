@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.admission.test_sockets import memory, tls_files
+from tests.server.processes_seen import memory, tls_files
 from tests.server.scripted_process import Server, serving
 
 GET = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -384,7 +384,7 @@ class ServerSettings(SettingsModel):
     batch_directory: Path | None = None
     """Directory for `/v1/files` and `/v1/batches`, which outlive a restart. Without it they are off."""
     batch_bytes: ByteSize = 8 * 2**30
-    """Disk space of the files that clients send for batches; a tenant may take half of it."""
+    """Disk space of batches: files that clients send, and results; a tenant may take half of it."""
     batch_seats: int = Field(default=8, ge=1)
     """Requests of batches that are answered at one time. None begins while another request waits."""
     max_connections: int = Field(default=1024, ge=1)

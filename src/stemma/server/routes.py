@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute
 
 from stemma.errors import ClientDisconnected, StemmaError
 from stemma.server.access import JSON_TYPE, access_of
-from stemma.server.admission.entry import counted_in
+from stemma.server.entry import counted_in
 from stemma.server.errors import STATUS_CLIENT_CLOSED, ErrorShape
 from stemma.server.transport.headers import IS_HEAD
 

@@ -20,7 +20,7 @@ from stemma.server.admission.answers import TEXT_BYTES
 from stemma.server.admission.ledger import Admission
 from stemma.server.app import ROUTERS
 from stemma.server.routes import TENANT, AudienceRoute
-from tests.server.admission.test_ledger import Rig
+from tests.server.admission.rig import Rig
 from tests.server.scripted_engine import ScriptedEngine
 
 ROUTES = sorted(

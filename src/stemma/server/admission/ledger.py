@@ -9,7 +9,6 @@ from stemma.budgets import TENANT_SHARE, Budget, BudgetState, Holding
 from stemma.config.settings import Settings
 from stemma.errors import InvalidRequest, OverBudget
 from stemma.server.admission.answers import NOTHING_ELSE, AnswerSize, Told
-from stemma.server.admission.caller import caller
 from stemma.server.admission.rates import RateLimits
 from stemma.server.tenants.keyfile import Tenant
 
@@ -73,8 +72,8 @@ class Admission:
         """Return the most that the answer to `request` may take."""
         return AnswerSize.of(request, num_sequences_of(request), self.most_output(request), told)
 
-    def hold(self, size: AnswerSize, owner: str) -> None:
-        """Take the bytes of an answer of the request at hand, until they have left.
+    def hold(self, size: AnswerSize, owner: str, holding: Holding) -> None:
+        """Take the bytes of an answer into `holding`, which is closed once they have left.
 
         Raises RateLimited or Overloaded, and InvalidRequest for an answer that is larger than any may be.
         """
@@ -86,7 +85,7 @@ class Admission:
                 "choices, or set a lower max_tokens",
                 param=size.largest,
             )
-        caller().holding.take(self.answers, size.beside_text, owner)
+        holding.take(self.answers, size.beside_text, owner)
 
     def most_output(self, request: GenerationRequest) -> int:
         """Return the most tokens that `request` may generate, over all sequences."""
@@ -132,8 +131,8 @@ class Reserved:
                 self._admission.rates.forget(self._tenant, self._num_counted)
             raise
 
-    def reserve(self, requests: Sequence[GenerationRequest], told: Sequence[Told]) -> None:
-        """Take what `requests` will need, and the bytes of their answer, which leave with the response.
+    def reserve(self, requests: Sequence[GenerationRequest], told: Sequence[Told], answer: Holding) -> None:
+        """Take what `requests` will need, and into `answer` the bytes of theirs, which leave later.
 
         Raises RateLimited or Overloaded, and InvalidRequest if a retry wouldn't help.
         """
@@ -141,7 +140,7 @@ class Reserved:
         admission = self._admission
         sizes = [admission.size_of(*one) for one in zip(requests, told, strict=True)]
         self.widen(sum(map(num_sequences_of, requests)))
-        admission.hold(AnswerSize.sum(sizes), self._owner)
+        admission.hold(AnswerSize.sum(sizes), self._owner, answer)
         num_tokens = sum(map(admission.most_output, requests))
         self._holding.take(admission.output_tokens, num_tokens, self._owner)
         if self._tenant is not None:

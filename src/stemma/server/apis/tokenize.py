@@ -11,7 +11,7 @@ from starlette.responses import Response
 from stemma.errors import InvalidRequest
 from stemma.model.vision.prompt import vocabulary_ids
 from stemma.server.admission.answers import ENTRY_BYTES, LISTED_ID_BYTES, LONG_TEXT_BYTES
-from stemma.server.admission.entry import hold
+from stemma.server.entry import hold
 from stemma.server.errors import json_response, openai_error, tgi_error
 from stemma.server.openapi import takes
 from stemma.server.routes import TENANT, Router

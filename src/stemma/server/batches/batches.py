@@ -25,7 +25,7 @@ from stemma.server.batches.storage import BatchStorage
 from stemma.server.batches.store import BatchStore
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.metrics import ServerMetrics
-from stemma.server.turn.json_input import max_values_of
+from stemma.server.schemas.json_input import max_values_of
 
 logger = logging.getLogger(__name__)
 

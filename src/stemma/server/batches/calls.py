@@ -19,8 +19,8 @@ from stemma.budgets import Holding
 from stemma.errors import StemmaError, Unauthorized
 from stemma.server.access import Access
 from stemma.server.admission.caller import Caller, begin_call
-from stemma.server.admission.entry import counted_in
 from stemma.server.batches.records import BatchUsage
+from stemma.server.entry import counted_in
 from stemma.server.errors import json_response, openai_body, openai_error
 from stemma.server.tenants.keyfile import Tenant
 

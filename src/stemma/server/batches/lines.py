@@ -11,7 +11,7 @@ import orjson
 
 from stemma.engine.depth_first import token_key
 from stemma.errors import InvalidRequest, StemmaError
-from stemma.server.turn.json_input import parse_json
+from stemma.server.schemas.json_input import parse_json
 from stemma.types import as_tokens
 
 MAX_LINES = 1_000_000

@@ -15,9 +15,9 @@ from stemma.server.admission.caller import caller
 from stemma.server.observe.ignored_hints import count_hint
 from stemma.server.schemas.base import Kinds, RequestModel, objects_at, path_of
 from stemma.server.schemas.bounds import MAX_FIELDS
+from stemma.server.schemas.json_input import max_values_of, parse_json
 from stemma.server.transport.incoming import limited_chunks
 from stemma.server.turn.intake import intake_of
-from stemma.server.turn.json_input import max_values_of, parse_json
 
 M = TypeVar("M", bound=BaseModel)
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from stemma.errors import InvalidRequest
 from stemma.server.schemas.bounds import MAX_JSON_DEPTH
-from stemma.server.turn.json_input import check_counts, depth_exceeds
+from stemma.server.schemas.json_input import check_counts, depth_exceeds
 
 UNREADABLE = "input"
 """The one argument that holds a text which is no object."""

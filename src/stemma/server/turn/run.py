@@ -224,7 +224,8 @@ class TurnRunner:
         one = caller()
         reserved = one.reserved or self.admission.enter(tenant_of(request))
         try:
-            reserved.reserve([each.request for each in turns], [each.asked.told for each in turns])
+            told = [each.asked.told for each in turns]
+            reserved.reserve([each.request for each in turns], told, one.holding)
         except BaseException as error:
             reserved.close()
             if isinstance(error, StemmaError):

@@ -19,7 +19,7 @@ def hold(request: Request, field: str, num_bytes: int) -> None:
     Raises InvalidRequest, RateLimited or Overloaded.
     """
     admission: Admission = request.app.state.admission
-    admission.hold(AnswerSize({field: num_bytes}), owner_of(request))
+    admission.hold(AnswerSize({field: num_bytes}), owner_of(request), caller().holding)
 
 
 @contextmanager
