@@ -31,6 +31,7 @@ MAX_TOLD_ERRORS = 100
 _LOOK_AGAIN_S = 0.02
 """How often it is looked whether somebody waits for a seat."""
 _LONGEST_RETRY_S = 30.0
+_GOING_ON = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 LINES_AT_ONCE = 64
 """Lines of one batch that have begun: answered, or waiting to be tried again."""
 _READ_BYTES, _READ_LINES = 4 * 2**20, 4096
@@ -67,12 +68,14 @@ class BatchRun:
         self._places = asyncio.Semaphore(LINES_AT_ONCE)
         """Of lines that have begun: those that are to be tried again hold no seat meanwhile."""
         self._stopped = asyncio.Event()
+        self._is_cancelled = False
         self._failure: StemmaError | None = None
         """Why a line could be neither read nor stored."""
 
     async def cancel(self) -> None:
         """Start no more lines; those under way are answered."""
-        if self.batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+        if self.batch.status in _GOING_ON:
+            self._is_cancelled = True
             await self._save(self.batch.at(BatchStatus.CANCELLING, time.time()))
             self._stopped.set()
 
@@ -86,10 +89,7 @@ class BatchRun:
 
         Raises StorageError if the disk fails; what was stored is whole, and this may be called again.
         """
-        self.batch = await self._call(lambda store: store.batch(self.batch.owner, self.batch.batch_id))
-        self._failure = None
-        if self.batch.status is not BatchStatus.CANCELLING:
-            self._stopped.clear()
+        await self._load()
         if self.batch.status is BatchStatus.VALIDATING and not await self._read():
             return
         if self.batch.status is BatchStatus.IN_PROGRESS:
@@ -98,6 +98,16 @@ class BatchRun:
             raise self._failure
         if not self._lifecycle.draining and self._engine.failure is None:
             await self._finish()
+
+    async def _load(self) -> None:
+        """Go on from what is stored, which may be less than what an earlier run had in mind."""
+        stored = await self._call(lambda store: store.batch(self.batch.owner, self.batch.batch_id))
+        self._failure = None
+        if not self._is_cancelled:
+            self._stopped.clear()
+        elif stored.status in _GOING_ON:
+            stored = stored.at(BatchStatus.CANCELLING, time.time())
+        self.batch = stored
 
     async def _save(self, batch: Batch) -> None:
         self.batch = batch
