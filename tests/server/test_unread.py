@@ -144,6 +144,25 @@ def test_a_slow_reader_gets_all_of_its_answer(tokenizer_path: Path) -> None:
         assert len(json.loads(text)["choices"]) == 32
 
 
+def test_the_ledger_holds_an_answer_until_it_has_left(tokenizer_path: Path) -> None:
+    """Once it was made it counted for nothing, however long it lay there."""
+    with serving(tokenizer_path, admin_key="root") as server, ExitStack() as stack:
+        connection = deaf(server, stack, asked({**HOLDING, "stream": False}))
+
+        def held() -> int:
+            shown = httpx.get(f"{server.url}/admin/live/now", headers=ADMIN).json()["budgets"]
+            return sum(one["held"] for one in shown if one["name"] == "answer_bytes")
+
+        assert connection.recv(12) == b"HTTP/1.1 200"  # it is made, and on its way
+        assert num_under_way(server) == 0
+        assert held() > 10_000_000
+        connection.settimeout(1)
+        with suppress(TimeoutError):
+            while connection.recv(1 << 20):
+                pass
+        wait_until(lambda: held() == 0)
+
+
 def test_what_is_pipelined_behind_a_stream_does_not_hide_that_its_client_left(tokenizer_path: Path) -> None:
     with serving(tokenizer_path, delay_s=0.05, admin_key="root") as server:
         with ExitStack() as stack:

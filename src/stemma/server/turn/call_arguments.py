@@ -74,8 +74,10 @@ class ControlEscapes:
 def arguments_text(given: Any, arguments: dict[str, Any]) -> str:
     """Return arguments as JSON: as they were `given` if that is JSON, else what was made of it."""
     try:
-        if isinstance(given, str) and orjson.loads(given) == arguments:
-            return given
-    except orjson.JSONDecodeError:
+        if isinstance(given, str):
+            check_counts(given.encode(errors="replace"), "arguments")
+            if orjson.loads(given) == arguments:
+                return given
+    except (InvalidRequest, orjson.JSONDecodeError):
         pass
     return orjson.dumps(arguments).decode()
