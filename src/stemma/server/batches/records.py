@@ -137,7 +137,10 @@ class Batch:
 
     @classmethod
     def unpacked(cls, data: bytes) -> Batch:
-        """Return the batch that `packed` wrote."""
+        """Return the batch that `packed` wrote.
+
+        Raises ValueError, TypeError, KeyError or AttributeError for other bytes.
+        """
         fields = orjson.loads(data)
         fields["status"] = BatchStatus(fields["status"])
         fields["errors"] = tuple(fields["errors"])

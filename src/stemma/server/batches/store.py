@@ -4,6 +4,7 @@
 
     lock            held by the server that uses the directory
     batches.db      SQLite: facts of files and batches, the lines of open batches, and their results
+                    and the rows that can't be read, which are set aside
     files/ID        the bytes of a file; one without a row is what a crash left, and goes at the next start
 
 A result is committed before it counts, and a batch's files and its end are one transaction: after `kill -9`
@@ -13,6 +14,7 @@ a batch goes on behind the last result, and nothing is answered twice but what w
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sqlite3
 from array import array
@@ -26,12 +28,16 @@ from stemma.errors import NotFound, StorageError
 from stemma.server.batches.lines import BatchLine
 from stemma.server.batches.records import ENDED, Batch, StoredFile
 
+logger = logging.getLogger(__name__)
+DATABASE = "batches.db"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, owner TEXT, filename TEXT, purpose TEXT, bytes INTEGER, created INTEGER,
     expires INTEGER);
 CREATE TABLE IF NOT EXISTS batches (
     id TEXT PRIMARY KEY, owner TEXT, created INTEGER, is_open INTEGER, content BLOB);
+CREATE TABLE IF NOT EXISTS unreadable (
+    id TEXT PRIMARY KEY, owner TEXT, content BLOB, why TEXT);
 CREATE TABLE IF NOT EXISTS lines (
     batch TEXT, number INTEGER, custom_id TEXT, offset INTEGER, bytes INTEGER, key BLOB,
     PRIMARY KEY (batch, number), UNIQUE (batch, custom_id)) WITHOUT ROWID;
@@ -76,9 +82,7 @@ class BatchStore:
         except OSError as error:
             raise StorageError(f"can't keep batches in {directory}: {error.strerror}") from error
         try:
-            self._db = sqlite3.connect(
-                directory / "batches.db", check_same_thread=False, isolation_level=None
-            )
+            self._db = sqlite3.connect(directory / DATABASE, check_same_thread=False, isolation_level=None)
             self._db.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {_TABLES}")
             self._drop_strays()
         except (sqlite3.Error, OSError) as error:
@@ -166,8 +170,7 @@ class BatchStore:
         """Drop the files whose time is over, and batches that have ended and have none left."""
         for row in self._db.execute(f"{_FILES} WHERE expires <= ?", (now,)).fetchall():
             self._drop_file(StoredFile(*row))
-        for (content,) in self._db.execute("SELECT content FROM batches WHERE is_open = 0").fetchall():
-            batch = Batch.unpacked(content)
+        for batch in self._batches("is_open = 0"):
             ids = (batch.input_file_id, batch.output_file_id, batch.error_file_id)
             if not any(self._has_file(one) for one in ids if one is not None):
                 self._db.execute("DELETE FROM batches WHERE id = ?", (batch.batch_id,))
@@ -198,22 +201,59 @@ class BatchStore:
 
     def batch(self, owner: str, batch_id: str) -> Batch:
         """Return a batch of `owner`. Raises NotFound."""
-        row = self._db.execute(
-            "SELECT content FROM batches WHERE id = ? AND owner = ?", (batch_id, owner)
-        ).fetchone()
-        if row is None:
+        found = self._batches("id = ? AND owner = ?", batch_id, owner)
+        if not found:
             raise NotFound("there is no such batch")
-        return Batch.unpacked(row[0])
+        return found[0]
 
     def list_batches(self, owner: str) -> list[Batch]:
         """Return the batches of `owner`, oldest first."""
-        rows = self._db.execute("SELECT content FROM batches WHERE owner = ? ORDER BY rowid", (owner,))
-        return [Batch.unpacked(content) for (content,) in rows]
+        return self._batches("owner = ?", owner)
 
     def open_batches(self) -> list[Batch]:
         """Return those that haven't ended, oldest first."""
-        rows = self._db.execute("SELECT content FROM batches WHERE is_open = 1 ORDER BY rowid")
-        return [Batch.unpacked(content) for (content,) in rows]
+        return self._batches("is_open = 1")
+
+    def _batches(self, where: str, *values: str) -> list[Batch]:
+        """Return the batches that a condition finds, oldest first; rows that can't be read are set aside."""
+        rows = self._db.execute(f"SELECT id, content FROM batches WHERE {where} ORDER BY rowid", values)
+        found: list[Batch] = []
+        for batch_id, content in rows.fetchall():
+            try:
+                found.append(Batch.unpacked(content))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                self._set_aside(batch_id, f"{type(error).__name__}: {error}")
+        return found
+
+    def _set_aside(self, batch_id: str, why: str) -> None:
+        """Keep a row where nobody reads it; its lines and results stay too, for whoever mends it."""
+        logger.error("batch %s can't be read and is set aside: %s", batch_id, why)
+        with self._transaction():
+            self._db.execute(
+                "INSERT OR REPLACE INTO unreadable SELECT id, owner, content, ? FROM batches WHERE id = ?",
+                (why, batch_id),
+            )
+            self._db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
+
+    def counts(self) -> dict[str, int]:
+        """Return how many files, batches and unreadable rows there are, and the bytes of the files."""
+        tables = {name: f"SELECT COUNT(*) FROM {name}" for name in ("files", "batches", "unreadable")}
+        tables["bytes"] = "SELECT COALESCE(SUM(bytes), 0) FROM files"
+        return {name: int(self._db.execute(asked).fetchone()[0]) for name, asked in tables.items()}
+
+    def drop_older(self, before: float) -> int:
+        """Drop the files made before a time, the batches that have none left, and unreadable rows.
+
+        Returns how many files.
+        """
+        rows = self._db.execute(f"{_FILES} WHERE created < ?", (before,)).fetchall()
+        for row in rows:
+            self._drop_file(StoredFile(*row))
+        for table in ("lines", "results"):
+            self._db.execute(f"DELETE FROM {table} WHERE batch IN (SELECT id FROM unreadable)")
+        self._db.execute("DELETE FROM unreadable")
+        self.drop_expired(before)
+        return len(rows)
 
     # Lines and results
 
