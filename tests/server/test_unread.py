@@ -25,7 +25,7 @@ def deaf(server: Server, stack: ExitStack, sent: bytes) -> socket.socket:
     """Connect with a small window, send, and read nothing."""
     connection = stack.enter_context(socket.socket())
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(10)
+    connection.settimeout(60)
     connection.connect(server.address)
     connection.sendall(sent)
     return connection
@@ -147,14 +147,14 @@ def test_a_slow_reader_gets_all_of_its_answer(tokenizer_path: Path) -> None:
 def test_the_ledger_holds_an_answer_until_it_has_left(tokenizer_path: Path) -> None:
     """Once it was made it counted for nothing, however long it lay there."""
     with serving(tokenizer_path, admin_key="root") as server, ExitStack() as stack:
-        connection = deaf(server, stack, asked({**HOLDING, "stream": False}))
+        echoes = {"prompt": ["x" * 4000] * 4, "n": 256, "echo": True, "max_tokens": 0}
+        connection = deaf(server, stack, asked({**echoes, "return_token_ids": True}))
 
         def held() -> int:
             shown = httpx.get(f"{server.url}/admin/live/now", headers=ADMIN).json()["budgets"]
             return sum(one["held"] for one in shown if one["name"] == "answer_bytes")
 
         assert connection.recv(12) == b"HTTP/1.1 200"  # it is made, and on its way
-        assert num_under_way(server) == 0
         assert held() > 10_000_000
         connection.settimeout(1)
         with suppress(TimeoutError):

@@ -32,8 +32,8 @@ class NoTokenizer:
 
 async def test_echoes_alone_pass_the_same_door(engine: ScriptedEngine, tmp_path: Path) -> None:
     """A tenant of two requests a minute got 25,600 answers."""
-    rig = Rig(engine, tmp_path, "requests_per_minute = 2")
-    many = await rig.ask("ada", {**ECHO, "n": 3})
+    rig = Rig(engine, tmp_path, "requests_per_minute = 3")
+    many = await rig.ask("ada", {**ECHO, "n": 4})
     assert (many.status_code, many.json()["error"]["param"]) == (400, "n")
     two = await rig.ask("ada", {**ECHO, "prompt": [[72], [73]]})
     assert (two.status_code, [one["text"] for one in two.json()["choices"]]) == (200, ["i", "j"])
