@@ -14,7 +14,8 @@ from stemma.engine.ranks.leader import Ranks
 from stemma.engine.ranks.messages import Open
 from stemma.engine.ranks.settings import pool_part
 from stemma.errors import ConfigError
-from stemma.memory.cache.states import CachedStates, Places
+from stemma.memory.cache.checkpoints import Places
+from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
@@ -135,6 +136,7 @@ def make_states(settings: CacheSettings, kv: DeviceKV, lower: LowerTiers | None)
         time.monotonic,
         interval=settings.state_interval,
         keeps=settings.enable_prefix_cache,
+        policy=make_policy(settings.eviction),
     )
 
 

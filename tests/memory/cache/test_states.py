@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stemma.memory.cache.lease import Lease
-from stemma.memory.cache.states import CachedStates, Places
+from stemma.memory.cache.checkpoints import Places
+from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.layout import WindowGroup
 from stemma.prefix.keys import KeySpace, Namespace
 

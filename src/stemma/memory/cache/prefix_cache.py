@@ -125,6 +125,7 @@ class PrefixCache:
                 policy_name=policy_name,
                 block_costs=block_costs,
                 clock=clock,
+                on_left=None if states is None else states.drop_behind,
             )
         self._leased = LeasedBlocks(self.block_size, buffer, self._allocator, self._cached, states)
         self._rests = Rests(self._leased)
@@ -533,7 +534,7 @@ class PrefixCache:
         if self._cached is not None:
             self._cached.events = sink
         if self._states is not None:
-            self._states.events = sink
+            self._states.watch(sink)
         if self._lower is not None:
             self._lower.watch(sink)
 
@@ -541,10 +542,13 @@ class PrefixCache:
         """Set how many device blocks each owner (`Namespace.owner`) may hold; others hold any number.
 
         Whoever holds more loses own blocks at once, leaves first and the least recently used of them first,
-        except those that requests hold; these go when the requests end.
+        except those that requests hold; these go when the requests end. Of the places of checkpoints each may
+        hold the same share.
         """
         if self._cached is not None:
             self._cached.set_quotas(quotas)
+        if self._states is not None:
+            self._states.set_quotas({owner: quota / self.num_blocks for owner, quota in quotas.items()})
 
     def flush(self) -> int:
         """Drop every block that no lease holds; return how many."""
@@ -569,8 +573,14 @@ class PrefixCache:
         They are prompt and answer; the last one was never computed. This is no use of them: it only says who
         may come back for them, and when.
         """
-        if self._cached is not None:
-            self._cached.conclude(self._match(namespace, tokens), len(tokens) - 1, conclusion)
+        if self._cached is None:
+            return
+        found = self._match(namespace, tokens)
+        self._cached.conclude(found, len(tokens) - 1, conclusion)
+        if self._states is not None:
+            num_full = found.num_full_blocks(self.block_size)
+            keys = self._cached.keys(found.block_ids[:num_full])
+            self._states.conclude(keys, num_full * self.block_size, conclusion)
 
     @property
     def index(self) -> PrefixIndex | None:
@@ -609,7 +619,7 @@ class PrefixCache:
             self._lower.check()
         self._leased.check()
         if self._states is not None:
-            self._states.check(self._leased.leases)
+            self._states.check(self._leased.leases, None if self._cached is None else self._cached.all_keys())
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> Match:
         if self._cached is None or len(tokens) < 2:
