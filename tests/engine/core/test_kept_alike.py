@@ -21,7 +21,7 @@ from stemma.model.loading import load_model
 from stemma.model.tokenizer import Tokenizer
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.supervision import LoggingSupervisor
-from stemma.types import Retention, RetentionHint
+from stemma.types import Retention, RetentionHint, Tier
 
 FAMILIES = {
     "plain": ("qwen2", "800KB"),
@@ -158,3 +158,44 @@ def test_nothing_stands_behind_kv_that_has_left(make: Make) -> None:
         keys = harness.key_space.roots(DEFAULT_NAMESPACE).chain(tokens)
         deepest = max((number for number, key in enumerate(keys, 1) if states.has(key)), default=0)
         assert index.match(DEFAULT_NAMESPACE, tokens).num_tokens >= 16 * deepest
+
+
+def restarted(make: Make, path: Path, tokens: np.ndarray, **fields: Any) -> Harness:
+    """Serve a prompt, and start again with an empty device over the disk that it is on."""
+    tiers = TierSettings(**({"disk_cache": path, "disk_cache_size": "40MB", "load_when": "faster"} | fields))
+    before, _ = make(tiers=tiers)
+    serve(before, tokens)
+    assert before.cache.below.drain(10.0)
+    before.engine.close()
+    return make(tiers=tiers)[0]
+
+
+def test_a_load_that_takes_longer_than_computing_is_passed_over(make: Make, tmp_path: Path) -> None:
+    """Blocks of KV load somewhat faster than they are computed; those of a checkpoint come on top."""
+    tokens = prompt(1, 200)
+    harness = restarted(make, tmp_path, tokens)
+    assert harness.tiers is not None
+    estimator = harness.tiers.estimator
+    estimator.observe_prefill(1600, 1.0)  # 10 ms a block
+    for count in (1, 10):
+        estimator.observe_load(Tier.DISK, count, 0.0085 * count)
+    name = harness.add(longer(tokens), greedy(2))
+    harness.run()
+    report = harness.answers[name].cache
+    assert report is not None
+    if harness.cache.is_plain:
+        assert report.num_cached_tokens == 192
+    else:
+        assert report.num_cached_tokens == 0
+    harness.engine.close()
+
+
+def test_a_load_that_is_faster_is_taken(make: Make, tmp_path: Path) -> None:
+    tokens = prompt(1, 200)
+    harness = restarted(make, tmp_path, tokens)
+    assert harness.tiers is not None
+    harness.tiers.estimator.observe_prefill(1600, 1.0)
+    for count in (1, 10):
+        harness.tiers.estimator.observe_load(Tier.DISK, count, 0.004 * count)
+    assert serve(harness, longer(tokens)) == 192
+    harness.engine.close()

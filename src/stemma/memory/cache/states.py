@@ -132,6 +132,16 @@ class CachedStates:
         self.end(lease)
         return False
 
+    def begin_earlier(self, lease: Lease, position: int) -> bool:
+        """Begin once more, with an earlier checkpoint that is loaded; False: from what is here."""
+        assert lease.state is not None
+        branch = lease.state.branch
+        self.end(lease)
+        if self.begin_loading(lease, position, branch):
+            return True
+        lease.state = LeaseState(None, 0, branch)
+        return False
+
     def finish_loading(self, lease: Lease, keys: npt.NDArray[np.uint8], num_tokens: int) -> int:
         """Return the position that a sequence goes on behind now that its load has ended.
 
