@@ -199,3 +199,30 @@ def test_a_load_that_is_faster_is_taken(make: Make, tmp_path: Path) -> None:
         harness.tiers.estimator.observe_load(Tier.DISK, count, 0.004 * count)
     assert serve(harness, longer(tokens)) == 192
     harness.engine.close()
+
+
+def test_hints_go_down_and_come_back_with_the_bytes(make: Make, tmp_path: Path) -> None:
+    """Down a host tier that writes back, over a restart, and up: the prompt still has its priority."""
+    tokens, hint = prompt(1, 200), RetentionHint(60, ttl_s=5000.0)
+    below = TierSettings(
+        **{"host_cache": "600KB", "host_write": "write_back", "load_when": "always"},
+        **{"disk_cache": tmp_path, "disk_cache_size": "40MB", "disk_write": "write_back"},
+    )
+    before, _ = make(tiers=below)
+    serve(before, tokens, hint=hint)
+    for number in range(60):
+        serve(before, prompt(10 + number, 200), hint=RetentionHint(80))
+        assert before.cache.below.drain(10.0)
+    before.engine.close()
+    harness, _ = make(tiers=below)
+    keys = harness.key_space.roots(DEFAULT_NAMESPACE).chain(tokens)
+    pieces = harness.cache.checkpoint_keys(keys)
+    disk = next(store for store in harness.cache.below.stores if store.tier is Tier.DISK)
+    there = [key for key in (*keys, *pieces) if disk.exists_many([key])[0]]
+    assert len(there) >= len(keys)
+    assert set(disk.hints_many(there)) == {hint}
+    assert serve(harness, longer(tokens)) == 192
+    for number in range(40):
+        serve(harness, prompt(100 + number, 200), hint=RetentionHint(10))
+    assert harness.cache.match(DEFAULT_NAMESPACE, longer(tokens)) >= 192
+    harness.engine.close()
