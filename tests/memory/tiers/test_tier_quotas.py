@@ -152,7 +152,7 @@ def test_what_has_expired_in_the_host_tier_does_not_reach_the_disk(tmp_path: Pat
     host.put_many([replace(block, hint=RetentionHint(ttl_s=5.0)) for block in chain("mortal", 2)])
     clock.now += 10.0
     host.put_many(chain("lasting", 2))
-    assert host.drop_oldest(4, lambda blocks: saved.extend(keys(blocks))) == 4
+    assert host.drop_oldest(4, lambda blocks: saved.extend(keys(list(blocks)))) == 4
     assert sorted(saved) == sorted(keys(chain("lasting", 2)))
 
 

@@ -241,6 +241,9 @@ class Scheduler:
                 budget -= self._add_chunk(plan, sequence, budget)
         if not plan and len(self._running) > 1 and not is_ahead:
             self._preempt(self._running[-1])  # each waits for pages that the others hold
+        elif not plan and self._running and not self._cache.is_plain and self._nothing_frees():
+            alone = self._running[0]  # between pinned blocks no room is left for its states or pages
+            self.failed.append((alone.state.request.request_id, self._no_room_beside_pins(alone)))
         if (
             budget
             and (self._waiting or self._returned)
@@ -460,7 +463,11 @@ class Scheduler:
 
     def _waits_for_nothing(self, plan: Sequence[Scheduled]) -> bool:
         """Return whether no block will become free by itself: what isn't available is pinned for good."""
-        is_busy = bool(plan or self._running or self._loading or self._cache.has_loads_of_freed)
+        return not plan and not self._running and self._nothing_frees()
+
+    def _nothing_frees(self) -> bool:
+        """Return whether loads, steps under way and commands hold nothing that they will free."""
+        is_busy = bool(self._loading or self._cache.has_loads_of_freed)
         return not (is_busy or self._cache.has_fence or self.num_transient_holds)
 
     def _no_room_beside_pins(self, sequence: SequenceState) -> StemmaError:
