@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.memory.buffers import HashBuffer
-from tests.memory.tiers.test_lower_seam import DictTiers
+from tests.memory.tiers.dict_tiers import DictTiers
 
 from stemma.memory.cache.checkpoints import Places
 from stemma.memory.cache.lease import Lease

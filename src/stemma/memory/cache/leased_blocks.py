@@ -93,6 +93,11 @@ class LeasedBlocks:
             return self._cached.evict(num_blocks) > 0
         return self._states.make_room(num_blocks)
 
+    def evict_all(self) -> None:
+        """Evict all that no lease holds, so that whole slabs are empty."""
+        while self._make_room(self._allocator.num_blocks):
+            pass
+
     def copy_head(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the KV of the first `num_tokens` tokens of a block."""
         self._buffer.copy_block_head(source, target, num_tokens)

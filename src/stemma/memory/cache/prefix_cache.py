@@ -583,6 +583,11 @@ class PrefixCache:
         if self._states is not None:
             self._states.set_quotas({owner: quota / self.num_blocks for owner, quota in quotas.items()})
 
+    def evict_all(self) -> None:
+        """Evict all that no lease holds: states and windows need room in one piece."""
+        self.end_rests()
+        self._leased.evict_all()
+
     def flush(self) -> int:
         """Drop every block that no lease holds; return how many."""
         self.end_rests()

@@ -60,8 +60,8 @@ def device_sizes(layout: KVLayout, num_bytes: int, step: int) -> DeviceSizes:
     if num_blocks <= num_reserved:
         raise ConfigError(
             f"the KV cache has {num_bytes} bytes, too few for this model: blocks take {layout.block_bytes} "
-            f"each, and states and windows of one sequence as much as {num_reserved} blocks; give it more "
-            "memory, or choose a smaller max_batch_tokens"
+            f"each, and recurrent states or windows of one sequence as much as {num_reserved}; give it "
+            "more memory, or choose a smaller max_batch_tokens"
         )
     return DeviceSizes(num_blocks, slab, num_reserved)
 
