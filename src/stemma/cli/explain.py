@@ -14,6 +14,7 @@ from rich.text import Text
 from stemma.cli.admin_client import DEFAULT_URL, AdminKey, ask
 from stemma.errors import ConfigError
 from stemma.insight.divergence.report import format_duration
+from stemma.terminal_text import visible
 
 
 def command(
@@ -32,7 +33,7 @@ def command(
     """Tell what a request got from the cache, where it parts from what is cached, and why."""
     if (bool(request), last, divergences, refused).count(True) != 1:
         raise ConfigError("give the id of an answer, --last, --divergences, or --refused")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if refused:
         show_refused(console, ask(url, "GET", "/admin/refusals", admin_key)["refusals"])
         return
@@ -97,11 +98,6 @@ def _quoted(side: str, common: str, text: str, colour: str, *, is_start: bool) -
     return Text.assemble(
         f"  {side:6} ", (lead + visible(shared), "dim"), (visible(text[len(shared) :]), f"bold {colour}")
     )
-
-
-def visible(text: str) -> str:
-    """Return `text` on one line, with control characters escaped: a terminal must not obey them."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def show_divergences(console: Console, found: dict[str, Any]) -> None:

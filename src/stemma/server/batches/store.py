@@ -24,7 +24,7 @@ from pathlib import Path
 from stemma.budgets import Budget
 from stemma.errors import NotFound, StorageError
 from stemma.server.batches.lines import BatchLine
-from stemma.server.batches.records import BATCH_PURPOSE, ENDED, Batch, StoredFile
+from stemma.server.batches.records import ENDED, Batch, StoredFile
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
@@ -41,13 +41,24 @@ CREATE TABLE IF NOT EXISTS results (
 """
 _FILES = "SELECT id, owner, filename, purpose, bytes, created, expires FROM files"
 _RETRY_LATER_S = 3600.0
+FILE_BYTES = 65_536
+"""Disk space that a file takes beside its bytes: small ones are bounded in number too."""
+BATCH_BYTES = 65_536
+"""That of a batch: what is known of it, and why it failed."""
+_HELD = f"""
+SELECT owner, SUM(held) FROM (
+    SELECT owner, bytes + {FILE_BYTES} AS held FROM files
+    UNION ALL SELECT owner, {BATCH_BYTES} FROM batches
+    UNION ALL SELECT batches.owner, LENGTH(record) + 1 FROM results JOIN batches ON batches.id = batch)
+GROUP BY owner
+"""
 
 
 class BatchStore:
     """The directory of one server. For one thread at a time."""
 
     def __init__(self, directory: Path, budget: Budget) -> None:
-        """`budget`: bytes of the files that clients send.
+        """`budget`: bytes of the files that clients send, and of the results.
 
         Raises StorageError, also if another server uses the directory.
         """
@@ -90,8 +101,7 @@ class BatchStore:
         self._db.execute("COMMIT")
 
     def _drop_strays(self) -> None:
-        sent = "SELECT owner, SUM(bytes) FROM files WHERE purpose = ? GROUP BY owner"
-        self.budget.measured(dict(self._db.execute(sent, (BATCH_PURPOSE,)).fetchall()))
+        self.budget.measured(dict(self._db.execute(_HELD).fetchall()))
         known = {row[0] for row in self._db.execute("SELECT id FROM files")}
         for path in self.files.iterdir():
             if path.name not in known:
@@ -101,8 +111,18 @@ class BatchStore:
 
     def add_file(self, file: StoredFile) -> None:
         """Enter a file whose bytes lie at `path_of`. Raises RateLimited or Overloaded if too much is kept."""
-        self.budget.take(file.num_bytes, file.owner, retry_after_s=_RETRY_LATER_S)
-        self._insert_file(file)
+        with self._taken(file.num_bytes + FILE_BYTES, file.owner):
+            self._insert_file(file)
+
+    @contextmanager
+    def _taken(self, num_bytes: int, owner: str) -> Iterator[None]:
+        """Take disk space for what is written meanwhile. Raises RateLimited or Overloaded."""
+        self.budget.take(num_bytes, owner, retry_after_s=_RETRY_LATER_S)
+        try:
+            yield
+        except BaseException:
+            self.budget.give_back(num_bytes, owner)
+            raise
 
     def _insert_file(self, file: StoredFile) -> None:
         self._db.execute(
@@ -151,6 +171,7 @@ class BatchStore:
             ids = (batch.input_file_id, batch.output_file_id, batch.error_file_id)
             if not any(self._has_file(one) for one in ids if one is not None):
                 self._db.execute("DELETE FROM batches WHERE id = ?", (batch.batch_id,))
+                self.budget.give_back(BATCH_BYTES, batch.owner)
 
     def _has_file(self, file_id: str) -> bool:
         return self._db.execute("SELECT 1 FROM files WHERE id = ?", (file_id,)).fetchone() is not None
@@ -158,10 +179,14 @@ class BatchStore:
     def _drop_file(self, file: StoredFile) -> None:
         self._db.execute("DELETE FROM files WHERE id = ?", (file.file_id,))
         self.path_of(file.file_id).unlink(missing_ok=True)
-        if file.purpose == BATCH_PURPOSE:
-            self.budget.give_back(file.num_bytes, file.owner)
+        self.budget.give_back(file.num_bytes + FILE_BYTES, file.owner)
 
     # Batches
+
+    def add_batch(self, batch: Batch) -> None:
+        """Enter a new batch. Raises RateLimited or Overloaded if too much is kept."""
+        with self._taken(BATCH_BYTES, batch.owner):
+            self.save(batch)
 
     def save(self, batch: Batch) -> None:
         """Enter a batch, or what has become of it."""
@@ -192,12 +217,15 @@ class BatchStore:
 
     # Lines and results
 
+    def drop_lines(self, batch: Batch) -> None:
+        """Forget the lines of a batch."""
+        self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.batch_id,))
+
     def put_lines(self, batch: Batch, lines: Iterable[BatchLine]) -> str | None:
-        """Replace the lines of a batch; return a `custom_id` that came twice, and then keep none."""
+        """Add lines to a batch; return a `custom_id` that came twice, and then keep none of these."""
         one: BatchLine | None = None
         try:
             with self._transaction():
-                self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.batch_id,))
                 for one in lines:
                     self._db.execute(
                         "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?)",
@@ -230,27 +258,36 @@ class BatchStore:
         except FileNotFoundError as error:
             raise NotFound("the batch's input file was deleted") from error
 
+    def take_room(self, record: bytes, owner: str) -> None:
+        """Take disk space for a result. Raises RateLimited or Overloaded."""
+        self.budget.take(len(record) + 1, owner, retry_after_s=_RETRY_LATER_S)
+
     def put_result(self, batch: Batch, number: int, record: bytes, *, is_failed: bool) -> None:
-        """Commit the record of a line, together with what the batch counts."""
-        with self._transaction():
-            self._db.execute(
-                "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?)",
-                (batch.batch_id, number, is_failed, record),
-            )
-            self.save(batch)
+        """Commit the record of a line, whose room was taken, together with what the batch counts."""
+        try:
+            with self._transaction():
+                self._db.execute(
+                    "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?)",
+                    (batch.batch_id, number, is_failed, record),
+                )
+                self.save(batch)
+        except BaseException:
+            self.budget.give_back(len(record) + 1, batch.owner)
+            raise
 
     def put_expired(self, batch: Batch, record: Callable[[str], bytes]) -> None:
         """Commit a failed result for each line without one, and the batch. `record` gets a line's own id."""
-        numbers = self.open_lines(batch)
+        numbers, num_bytes = self.open_lines(batch), 0
         with self._transaction():
             for number in numbers:
                 (custom_id,) = self._db.execute(
                     "SELECT custom_id FROM lines WHERE batch = ? AND number = ?", (batch.batch_id, number)
                 ).fetchone()
-                self._db.execute(
-                    "INSERT INTO results VALUES (?, ?, 1, ?)", (batch.batch_id, number, record(custom_id))
-                )
+                told = record(custom_id)
+                num_bytes += len(told) + 1
+                self._db.execute("INSERT INTO results VALUES (?, ?, 1, ?)", (batch.batch_id, number, told))
             self.save(batch)
+        self.budget.add(num_bytes, batch.owner)  # no more than a few times what its file takes
 
     def put_files(self, batch: Batch, ended: Batch, files: Iterable[tuple[StoredFile, bool]]) -> Batch:
         """End a batch: write the records into files, in the order of lines; return it as it is saved.
@@ -269,6 +306,7 @@ class BatchStore:
             for table in ("lines", "results"):
                 self._db.execute(f"DELETE FROM {table} WHERE batch = ?", (batch.batch_id,))
             self.save(ended)
+        self.budget.add(FILE_BYTES * len(made), batch.owner)  # their bytes were the results'
         return ended
 
     def _write_records(self, batch: Batch, path: Path, *, is_failed: bool) -> int:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from stemma.errors import StemmaError
 from stemma.server.errors import ErrorShape
 from stemma.server.transport.incoming import until_disconnected
+from stemma.server.transport.outgoing import PIECE_BYTES, send_in_pieces
 from stemma.server.transport.planes import DIRECT_SEND
 
 DONE = b"data: [DONE]\n\n"
@@ -112,8 +113,12 @@ class EventStream(Response):
             try:
                 async for chunk in source:
                     self._was_quiet = False
+                    message = {"type": "http.response.body", "body": chunk, "more_body": True}
+                    if len(chunk) > PIECE_BYTES:
+                        await send_in_pieces(direct_send, message)
+                        continue
                     # Middlewares look at the start of a response alone, and each costs a call a token.
-                    await direct_send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await direct_send(message)
             except StemmaError as error:
                 if self._told is None:
                     raise

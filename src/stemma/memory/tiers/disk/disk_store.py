@@ -324,8 +324,9 @@ class DiskStore(SlottedStore):
                 finally:
                     with self._lock:
                         self._moved()
-                        if reason is not None:
+                        if not has_grown:
                             self._no_growth_until = self._monotonic() + BACK_OFF_S
+                        if reason is not None:
                             self.counters.reasons[reason] += 1
                 if not has_grown:
                     return
