@@ -112,8 +112,6 @@ class CacheSettings(SettingsModel):
     """Bytes of the device tier; default: `kv_cache_fraction` of free memory."""
     kv_cache_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
     """Share of the free memory that KV may take if `kv_cache_memory` is not given."""
-    state_cache_fraction: float = Field(default=0.25, gt=0.0, lt=1.0)
-    """Share of the device tier that states take, if the model has recurrent layers."""
     state_interval: int = Field(default=1024, ge=64)
     """Tokens from one kept state of a long prompt of such a model to the next, beside those where prompts
     part and end."""

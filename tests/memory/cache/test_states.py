@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stemma.memory.cache.checkpoints import Places
 from stemma.memory.cache.lease import Lease
-from stemma.memory.cache.states import CachedStates, Places
+from stemma.memory.cache.slots import Slots
+from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.layout import WindowGroup
+from stemma.memory.device.slabs import SlabAllocator
 from stemma.prefix.keys import KeySpace, Namespace
 
 BLOCK_SIZE = 32
@@ -30,7 +33,7 @@ class Clock:
 def make_states(num_states: int, **options: object) -> CachedStates:
     fields: dict[str, object] = {"interval": 256} | options
     return CachedStates(
-        Places(num_states, lambda state: range(100 + 2 * state, 102 + 2 * state)),
+        Places(SlabAllocator(num_states, 1), 1, lambda state: range(100 + 2 * state, 102 + 2 * state)),
         BLOCK_SIZE,
         None,
         Clock(),
@@ -239,9 +242,10 @@ def make_windows(
 ) -> CachedStates:
     fields: dict[str, object] = {"interval": 256} | options
     places = Places(
-        num_states,
+        SlabAllocator(num_states + num_pages, 1),
+        int(num_states > 0),
         lambda state: range(100 + 2 * state, 102 + 2 * state),
-        num_pages,
+        1,
         lambda page: range(200 + 3 * page, 203 + 3 * page),
         lambda _source, _target: None,
         windows,
@@ -291,7 +295,13 @@ def test_pages_of_a_chunk_are_freed_when_the_next_one_begins() -> None:
 def test_forks_copy_their_open_page() -> None:
     copied: list[tuple[int, int]] = []
     places = Places(
-        0, range, 10, lambda page: range(page, page + 1), lambda *pair: copied.append(pair), WINDOW
+        SlabAllocator(10, 1),
+        0,
+        range,
+        1,
+        lambda page: range(page, page + 1),
+        lambda *pair: copied.append(pair),
+        WINDOW,
     )
     states = CachedStates(places, BLOCK_SIZE, None, Clock(), interval=256)
     lease = lease_of(0, 50)
@@ -327,6 +337,30 @@ def test_windows_keep_what_a_wrong_draft_leaves() -> None:
     assert states.land(lease, 104, num_computed=102)
     assert lease.state is not None
     assert lease.state.position == 102
+
+
+@pytest.mark.parametrize("num_checkpoints", [200, 2000])
+def test_the_work_of_taking_a_state_does_not_grow_with_what_is_kept(
+    num_checkpoints: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = make_states(num_checkpoints)
+    looked_at = 0
+    holders = Slots.holders
+
+    def counted(slots: Slots, place: int) -> int:
+        nonlocal looked_at
+        looked_at += 1
+        return holders(slots, place)
+
+    for prompt in range(num_checkpoints + 10):
+        if prompt == num_checkpoints:
+            monkeypatch.setattr(Slots, "holders", counted)
+        lease = lease_of(prompt, 64)
+        assert states.begin(lease, 0)
+        run(states, lease, 64)
+        states.end(lease)
+    assert states.num_evicted == 10
+    assert 0 < looked_at < 100
 
 
 @dataclass

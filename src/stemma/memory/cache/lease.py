@@ -13,6 +13,7 @@ from stemma.prefix.eviction.policy import BlockTraits, HintedRun
 from stemma.prefix.explain import Miss
 from stemma.prefix.keys import KeySpace, Namespace
 from stemma.types import (
+    NO_HINT,
     NO_RETENTION,
     BlockIds,
     BlockKey,
@@ -39,6 +40,8 @@ class PendingLoad:
     """How many leading blocks arrived; fewer than requested is a miss, not an error."""
     num_state_blocks: int = 0
     """Blocks of a recurrent state that follow them."""
+    num_lost: int = 0
+    """Blocks of a load before this one that didn't arrive."""
     stop: Callable[[], None] | None = None
     """Ends a load ahead of need with the blocks that have arrived."""
 
@@ -127,6 +130,7 @@ class Lease:
         "buffer",
         "cached_by_tier",
         "has_loaded_state",
+        "has_retried",
         "is_ahead",
         "load_error",
         "miss",
@@ -178,6 +182,8 @@ class Lease:
         """The sequence's state, if the model has recurrent layers (states.py)."""
         self.has_loaded_state: bool | None = None
         """Whether a load brought all of a recurrent state; None: none was to be loaded."""
+        self.has_retried = False
+        """Whether an earlier state was loaded after a load that brought too little."""
         self.load_error: str | None = None
         """Why a load failed, if the policy is to fail the request."""
 
@@ -257,6 +263,21 @@ class Lease:
     def hint(self, block: int) -> RetentionHint:
         """Return the retention hint of block number `block`."""
         return next((run.hint for run in self._leading if block < run.end), self.retention.rest)
+
+    def adopt_hints(self, first: int, hints: Sequence[RetentionHint]) -> None:
+        """Let blocks from `first` on keep the hints they came with, where they have any."""
+        end = first + len(hints)
+        if self.retention.renews or all(hint == NO_HINT for hint in hints):
+            return
+        own = [self.hint(block) for block in range(end)]
+        own[first:] = [
+            mine if hint == NO_HINT else hint for mine, hint in zip(own[first:], hints, strict=True)
+        ]
+        ends = [*(n for n in range(1, end) if own[n] != own[n - 1]), end]
+        starts = [0, *ends[:-1]]
+        runs = [HintedRun(start, stop, own[start]) for start, stop in zip(starts, ends, strict=True)]
+        later = [HintedRun(max(run.start, end), run.end, run.hint) for run in self._leading if run.end > end]
+        self._leading = (*runs, *later)
 
     def traits(
         self,
