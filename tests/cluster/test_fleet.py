@@ -13,6 +13,7 @@ from hypothesis import given
 from stemma.cluster.fleet import Fleet, FleetMember, Outcome, Try
 from stemma.cluster.health import Check, Standing
 from stemma.cluster.routers import Ask, CacheAware, LeastLoaded, Rendezvous, RoundRobin
+from stemma.cluster.told import Told, ToldLoad
 from stemma.cluster.tries import Tries
 
 URLS = [f"http://host-{name}:8000" for name in "abcd"]
@@ -317,7 +318,7 @@ def test_a_whole_answer_is_late_after_what_it_can_take_at_the_most() -> None:
     ask = Ask([1, 2, 3], 50, 16, max_output=1000)
     assert begun(fleet, ask, is_streamed=False).limit_s is None  # the server told nothing yet
     for url in URLS[:2]:
-        fleet.note_check(url, Check.SERVES, 0.05)
+        fleet.note_check(url, Check.SERVES, Told(decode_s_per_token=0.05))
         fleet.note_check(url, Check.SERVES)  # it keeps what it told
     one = begun(fleet, ask, is_streamed=False)
     assert one.limit_s is not None

@@ -20,6 +20,7 @@ from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.api import (
     CacheReport,
     DraftCount,
+    EngineLoad,
     EngineStats,
     GenerationRequest,
     Prepared,
@@ -38,7 +39,7 @@ from stemma.model.lora.adapter import LinearShape
 from stemma.model.tokenizer import Tokenizer
 from stemma.model.vision.reading import ImageReader
 from stemma.prefix.eviction.policy import Conclusion
-from stemma.prefix.keys import Namespace
+from stemma.prefix.keys import KeySpace, Namespace
 from stemma.supervision import LoggingSupervisor, Supervisor
 from stemma.types import FinishReason, Tier, TokenArray
 
@@ -88,6 +89,8 @@ class ScriptedEngine(EngineClient):
     images: ImageReader | None = None
     abilities: Abilities = field(default_factory=Abilities)
     failure: str | None = None
+    load: EngineLoad = EngineLoad(num_seats=4)
+    key_space: KeySpace = KeySpace("scripted", "none", 16)
     script: Script = field(default_factory=Script)
     aborted: list[str] = field(default_factory=list)
     concluded: list[tuple[Namespace, list[int], Conclusion]] = field(default_factory=list)

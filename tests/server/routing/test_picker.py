@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from stemma.cluster.health import Check
+from stemma.cluster.told import Told
 from stemma.server.routing.picker.options import PickerOptions
 from stemma.server.routing.served_fleet import ServedFleet
 from stemma.server.routing.server_list import ServerList
@@ -136,7 +137,7 @@ async def test_envoy_is_told_how_long_to_wait_for_a_whole_answer(picker: Asked) 
     _, unknown = await picker.exchange(headers(), body(content))
     assert len(mutation_of(unknown).set_headers) == 1
     for member in picker.served.fleet.members:
-        picker.served.fleet.note_check(member.url, Check.SERVES, 0.25)
+        picker.served.fleet.note_check(member.url, Check.SERVES, Told(decode_s_per_token=0.25))
     _, told = await picker.exchange(headers(), body(content))
     _, limit = mutation_of(told).set_headers
     prefill_s = picker.served.fleet.members[0].speed.limit_s(300)

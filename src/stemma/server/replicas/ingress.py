@@ -92,8 +92,8 @@ class Ingress:
 
     async def is_up(self) -> bool:
         """Return whether any server can be asked."""
-        told = await check(self.relay.client, _BASE)
-        return told is not None and told.found is Check.SERVES
+        answer = await check(self.relay.client, _BASE)
+        return answer is not None and answer[0] is Check.SERVES
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

@@ -149,6 +149,20 @@ def _counts(place: Mapping[str, Any], names: Sequence[str]) -> list[int]:
     return [one for one in given if type(one) is int and 0 <= one < 2**31]
 
 
+def num_output_of(answer: Any) -> int | None:
+    """Return the tokens that a whole answer says it has, in OpenAI's, Anthropic's or TGI's words."""
+    if isinstance(answer, list):
+        answer = answer[0] if answer else None
+    for part, names in (
+        ("usage", ("completion_tokens", "output_tokens")),
+        ("details", ("generated_tokens",)),
+    ):
+        told = answer.get(part) if isinstance(answer, dict) else None
+        if isinstance(told, dict) and (counts := _counts(told, names)):
+            return counts[0]
+    return None
+
+
 def one_token_body(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return a request that computes the same prompt and generates one token, without streaming."""
     short = {**body, "stream": False}
