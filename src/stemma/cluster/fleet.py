@@ -21,8 +21,8 @@ from typing import ClassVar, Literal
 import xxhash
 
 from stemma.cluster.answer_limit import answer_limit_s
-from stemma.cluster.health import Check, HealthPolicy, ServerHealth, Standing
 from stemma.cluster.cost import waits_for_seat
+from stemma.cluster.health import Check, HealthPolicy, ServerHealth, Standing
 from stemma.cluster.holdings import Holdings
 from stemma.cluster.pace import Measure, Pace, prefill_units, whole_units
 from stemma.cluster.prefill_speed import PrefillSpeed

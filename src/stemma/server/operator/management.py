@@ -12,8 +12,8 @@ from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.metric_aliases import render_aliases
 from stemma.server.observe.tier_metrics import engine_as_json
 from stemma.server.openapi import QueryNumber
-from stemma.server.operator.told import told_of
 from stemma.server.operator.context import OperatorContext, context_of
+from stemma.server.operator.told import told_of
 from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, TEXT_TYPE, Router
 from stemma.server.turn.models import check_model, served_names
 
