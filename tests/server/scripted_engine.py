@@ -43,6 +43,7 @@ from stemma.prefix.keys import KeySpace, Namespace
 from stemma.supervision import LoggingSupervisor, Supervisor
 from stemma.types import FinishReason, Tier, TokenArray
 
+IDLE = EngineLoad(num_seats=4)
 WORDS = ("the", "branch", "holds", "every", "leaf", "and", "naïve", "roots", "grow", "日本", "slowly", ".")
 
 
@@ -89,8 +90,8 @@ class ScriptedEngine(EngineClient):
     images: ImageReader | None = None
     abilities: Abilities = field(default_factory=Abilities)
     failure: str | None = None
-    load: EngineLoad = EngineLoad(num_seats=4)
-    key_space: KeySpace = KeySpace("scripted", "none", 16)
+    load: EngineLoad = IDLE
+    key_space: KeySpace = field(default_factory=lambda: KeySpace("scripted", "none", 16))
     script: Script = field(default_factory=Script)
     aborted: list[str] = field(default_factory=list)
     concluded: list[tuple[Namespace, list[int], Conclusion]] = field(default_factory=list)

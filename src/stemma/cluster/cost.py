@@ -58,11 +58,6 @@ def seats_of(told: ToldLoad) -> int:
     return min(told.seats, told.running) if is_full else told.seats
 
 
-def waits_for_seat(load: Load) -> bool | None:
-    """Return whether a further request would wait for a seat; None: nobody knows."""
-    return None if load.told is None else load.num_there >= seats_of(load.told)
-
-
 def waiting_s(load: Load, prefill_s: float) -> float:
     """Return how long a further request waits for prompts before it, and for a seat."""
     prompts_s = load.num_tokens * prefill_s

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 import xxhash
 
 from stemma.cluster.answer_limit import answer_limit_s
-from stemma.cluster.cost import waits_for_seat
+from stemma.cluster.cost import seats_of
 from stemma.cluster.health import Check, HealthPolicy, ServerHealth, Standing
 from stemma.cluster.holdings import Holdings
 from stemma.cluster.pace import Measure, Pace, prefill_units, whole_units
@@ -31,7 +31,7 @@ from stemma.cluster.routers import Ask, Placement, Placements, ReplicaLoad, Rout
 from stemma.cluster.told import NOTHING, Told
 
 _CROWD = 4
-"""A server that tells no seats is taken to have a queue with twice the requests of the others' median, and so
+"""A server that tells no seats is taken to have as many as twice the requests of the others' median, and so
 many more."""
 
 
@@ -204,11 +204,11 @@ class Fleet:
             member.num_retries += 1
         else:
             member.budget.note_request()
-        has_queue = self._has_queue(member)
+        crowding = self._crowding(member)
         placement = self.placements.begin(ask, member.place)
         num_tokens = self.load(member).num_tokens
         one = Try(self, member, placement, num_tokens, self._clock(), member.health.begin(), is_streamed)
-        one.has_queue = has_queue
+        one.crowding = crowding
         one.num_predicted = ask.num_tokens - placement.num_missing
         if is_optional:
             one.is_optional = True
@@ -233,7 +233,7 @@ class Fleet:
         is_slow = False
         if one.is_streamed:
             member.speed.observe(one.num_tokens, seconds)
-            if not one.has_queue:
+            if one.crowding <= 1.0:
                 is_slow = self._measure(one, "prefill", prefill_units(one.num_tokens), seconds)
                 self.load(member).prefill_s = member.pace.prefill.mean_s
         if one.is_probe and not is_slow:
@@ -241,10 +241,13 @@ class Fleet:
             member.health.succeed(is_probe=True)
 
     def note_whole(self, one: Try, num_output: int) -> None:
-        """Measure a whole answer that has so many tokens, before the end of its try."""
-        if not one.is_streamed and not one.has_queue:
-            units = whole_units(one.num_tokens, num_output)
-            self._measure(one, "whole", units, self._clock() - one.begun_at)
+        """Measure a whole answer that has so many tokens, before the end of its try.
+
+        Behind a queue it takes as many times longer as there are requests for each seat.
+        """
+        if not one.is_streamed:
+            units = whole_units(one.num_missing, num_output)
+            self._measure(one, "whole", units, (self._clock() - one.begun_at) / max(1.0, one.crowding))
 
     def end(self, one: Try, outcome: Outcome, retry_after_s: float) -> int:
         """Count the outcome of a try; return the number of its failure, for `pardon`, or 0."""
@@ -283,14 +286,13 @@ class Fleet:
         member.health.eject()
         return True
 
-    def _has_queue(self, member: FleetMember) -> bool:
-        """Return whether a further request waits at a server for others to end."""
+    def _crowding(self, member: FleetMember) -> float:
+        """Return how many requests a server has for each seat, a further one included."""
         load = self.load(member)
-        waits = waits_for_seat(load)
-        if waits is not None:
-            return waits
+        if load.told is not None:
+            return (load.num_there + 1) / seats_of(load.told)
         others = [self.load(one).num_requests for one in self.members if one is not member]
-        return bool(others) and load.num_requests > 2 * statistics.median(others) + _CROWD
+        return (load.num_requests + 1) / (2 * statistics.median(others or [0]) + _CROWD)
 
     def _new_member(self, url: str) -> FleetMember:
         # By its name, so that several routers, whatever the order of their lists, agree on homes.
@@ -324,6 +326,7 @@ class Try:
     ) -> None:
         self.member = member
         self.placement = placement
+        self.num_missing = placement.num_missing
         self.num_tokens = num_tokens
         """Prompt tokens that the server has to compute until its first byte, as far as this router knows."""
         self.begun_at = begun_at
@@ -335,8 +338,8 @@ class Try:
         """How long to wait for the first byte, or for a whole answer; None: as long as checks find the server
         alive, since nobody knows how long it takes."""
         self.is_optional = False
-        self.has_queue = False
-        """Others of the server had to end first: how long it took says nothing of its pace."""
+        self.crowding = 0.0
+        """Requests that the server had for each seat; above 1, others had to end first."""
         self.num_predicted = 0
         """Prompt tokens that the server is expected to have cached."""
         self.outcome: Outcome | None = None

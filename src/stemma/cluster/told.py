@@ -1,4 +1,4 @@
-"""What a server of Stemma's tells routers of itself with each check (`/health`): its load, and what it serves.
+"""What a server of Stemma's tells routers with each check (`/health`): its load, and what it serves.
 
 Anybody may read it, so that what names the model, its template and its adapters are digests. Other servers
 tell nothing of it.
