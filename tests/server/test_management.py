@@ -42,7 +42,6 @@ async def test_health_tells_routers_load_and_what_is_served(
     await client.post("/v1/completions", json=body)
     after = read_told((await client.get("/health")).content).load
     assert after is not None
-    assert after.seat_s is not None
     assert after.answer_tokens == 4.0
 
 

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stemma.cluster.fleet import Fleet
 from stemma.cluster.holdings_writer import HoldingsWriter
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # ZMQ is an extra
     from stemma.kv_events.subscriber import Subscription
 
 _log = logging.getLogger(__name__)
-COUNTERS = ("events", "unplaced", "gaps", "lost", "snapshots", "malformed")
+COUNTERS = ("events", "unplaced", "gaps", "lost", "snapshots", "malformed", "aged")
 
 
 class Following:
@@ -45,6 +45,19 @@ class Following:
         for follower, subscription in self._followed.values():
             total += _counters(follower, subscription)
         return total
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Return how each server is followed, by URL."""
+        now = asyncio.get_running_loop().time()
+        return {
+            server.url: {
+                "state": "following" if subscription.is_connected else "unreachable",
+                "last_event_s": None if subscription.heard_at is None else now - subscription.heard_at,
+                "replay_answers": subscription.replay_answers,
+                "block_size": follower.block_size,
+            }
+            for server, (follower, subscription) in self._followed.items()
+        }
 
     def follow(self, servers: Iterable[FleetServer]) -> None:
         """Follow these servers, and no others. Raises ConfigError without ZMQ."""
@@ -90,4 +103,5 @@ def _counters(follower: Follower, subscription: Subscription) -> Counter[str]:
         lost=subscription.num_lost,
         snapshots=subscription.num_snapshots,
         malformed=subscription.num_malformed,
+        aged=subscription.num_aged,
     )

@@ -27,7 +27,7 @@ from stemma.errors import ConfigError
 from stemma.server.routing.asking import TOKENIZE_TIMEOUT_S, PromptEncoder, as_tokens, ask_of, pooled_ask_of
 from stemma.server.routing.checks import keep_checking
 from stemma.server.routing.following import Following
-from stemma.server.routing.metrics import counters, fleet_metrics, holdings_metrics
+from stemma.server.routing.metrics import counters, fleet_metrics, following_metrics, holdings_metrics
 from stemma.server.routing.prompts import POOLED, messages_of, text_of, tokens_of
 from stemma.server.routing.server_list import ServerList
 from stemma.types import TokenArray
@@ -108,6 +108,7 @@ class ServedFleet:
     def metrics(self) -> Iterable[Metric]:
         """Return all that is counted here."""
         yield from fleet_metrics({"equal": self.fleet})
+        yield from following_metrics(self.fleet, self._following.describe())
         yield from holdings_metrics(self.fleet.placements.holdings, self._following.counters())
         yield from counters(
             {
