@@ -21,6 +21,11 @@ if TYPE_CHECKING:  # ZMQ is an extra
 _log = logging.getLogger(__name__)
 COUNTERS = ("events", "unplaced", "gaps", "lost", "snapshots", "malformed", "aged")
 
+_WRONG: dict[tuple[str, Any], str] = {
+    ("state", "unreachable"): "its KV events can't be had: is the events address right?",
+    ("replay_answers", False): "its replay address doesn't answer: what it holds already isn't known",
+}
+
 
 class Following:
     """One task for each server with events. For one event loop."""
@@ -58,6 +63,20 @@ class Following:
             }
             for server, (follower, subscription) in self._followed.items()
         }
+
+    def warnings(self) -> list[str]:
+        """Return what is wrong with addresses and events, a sentence each."""
+        found = []
+        for state, text in _WRONG.items():
+            urls = [url for url, one in self.describe().items() if one[state[0]] == state[1]]
+            found += [f"{url}: {text}" for url in urls]
+        by_address: dict[str | None, list[str]] = {}
+        for server in self._followed:
+            by_address.setdefault(server.events, []).append(server.url)
+        for urls in by_address.values():
+            if len(urls) > 1:
+                found.append(f"{', '.join(urls)}: one events address for several servers")
+        return found
 
     def follow(self, servers: Iterable[FleetServer]) -> None:
         """Follow these servers, and no others. Raises ConfigError without ZMQ."""

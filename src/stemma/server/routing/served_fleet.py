@@ -21,6 +21,7 @@ import httpx
 import orjson
 from prometheus_client.core import Metric
 
+from stemma.cluster.agreement import disagreements
 from stemma.cluster.fleet import Fleet
 from stemma.cluster.routers import ROUTERS, Ask
 from stemma.errors import ConfigError
@@ -70,6 +71,7 @@ class ServedFleet:
         self._block_size = block_size
         self._no_tokens_until: dict[str, float] = {}
         self._changed = asyncio.Event()
+        self._warned: set[str] = set()
 
     @property
     def block_size(self) -> int:
@@ -105,6 +107,22 @@ class ServedFleet:
             return pooled_ask_of(body, self.block_size)
         return ask_of(body, await self._tokens(body, headers), self.block_size)
 
+    def warnings(self) -> list[str]:
+        """Return what an operator should know of the servers, a sentence each."""
+        told = {member.url: member.told.serves for member in self.fleet.members}
+        return [*disagreements(told), *self._following.warnings()]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is known of the servers' blocks, and how."""
+        holdings = self.fleet.placements.holdings
+        return {
+            "num_known_blocks": holdings.num_ids,
+            "known_blocks": {one.url: holdings.num_blocks(one.place) for one in self.fleet.members},
+            "block_size": self.block_size,
+            "events": self._following.describe(),
+            "warnings": self.warnings(),
+        }
+
     def metrics(self) -> Iterable[Metric]:
         """Return all that is counted here."""
         yield from fleet_metrics({"equal": self.fleet})
@@ -125,6 +143,7 @@ class ServedFleet:
                 async with asyncio.timeout(WATCH_EVERY_S):
                     await self._changed.wait()
             look += 1
+            self._warn()
             is_asked = self._changed.is_set()
             self._changed.clear()
             before = self._source.entries
@@ -134,6 +153,14 @@ class ServedFleet:
                 _log.error("the servers stay as they were: %s", error)
             if is_asked or self._source.entries != before or look % _RESOLVE_EVERY == 0:
                 await self._update()
+
+    def _warn(self) -> None:
+        """Log what is new of the warnings."""
+        now = self.warnings()
+        for text in now:
+            if text not in self._warned:
+                _log.warning("%s", text)
+        self._warned = set(now)
 
     async def _update(self) -> None:
         servers = await self._source.current()
