@@ -196,7 +196,7 @@ def load_of_ours(tier: Tier, root: Path) -> None:
         TransferPolicy({Tier.HOST: "write_through", Tier.DISK: "write_through"}),
         time.monotonic,
         block_size=BLOCK_SIZE,
-        staging_bytes=128 * 2**20,
+        num_staging_slots=128 * 2**20 // LAYOUT.block_bytes,
     )
     is_there = tier is Tier.DISK and all(disk.exists_many(keys))
     if not is_there:

@@ -127,7 +127,7 @@ def loads_of(store: PoolStore) -> Iterator[Callable[[list[BlockKey]], None]]:
         policy,
         time.monotonic,
         block_size=LAYOUT.block_size,
-        staging_bytes=STAGING_BYTES,
+        num_staging_slots=STAGING_BYTES // LAYOUT.block_bytes,
     )
     transfer.introduce(store)
     transfer.attach(store)

@@ -102,7 +102,7 @@ def open_transfer(kv: DeviceKV, *stores: BlockStore, staging_bytes: int = 128 * 
         policy,
         time.monotonic,
         block_size=LAYOUT.block_size,
-        staging_bytes=staging_bytes,
+        num_staging_slots=staging_bytes // LAYOUT.block_bytes,
     )
 
 
@@ -205,7 +205,10 @@ def demote(options: Options) -> Iterator[Row]:
     )
     # Beside the engine's own cache, which would write what the steps commit, too.
     lower = open_tiers(
-        TierSettings(disk_cache=root, disk_cache_size=3 * 10**9), parts.device, parts.key_space
+        TierSettings(disk_cache=root, disk_cache_size=3 * 10**9),
+        parts.device,
+        parts.key_space,
+        step_tokens=2048,
     )
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=4 * num_steps + 64, temperature=0.0, ignore_eos=True)
@@ -234,7 +237,7 @@ def demote(options: Options) -> Iterator[Row]:
     lower.close()
     parts.engine.close()
     shutil.rmtree(root)
-    dropped = stats.num_dropped_writes
+    dropped = sum(stats.dropped_writes.values())
     name = f"step p99, {written} blocks demoted ({dropped} dropped) / idle"
     yield Row(name, 1e3 * _p99(busy), 1e3 * _p99(idle), "ms", "<= 1.1")
     name = "step p50, the same"

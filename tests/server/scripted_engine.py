@@ -7,6 +7,7 @@ longest prefix that an earlier prompt of the same namespace shared.
 from __future__ import annotations
 
 import asyncio
+import threading
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,8 @@ class Script:
 
     delay_s: float = 0.0
     """Before each token."""
+    gate: threading.Event | None = None
+    """No token comes before it is set."""
     joined: int = 1
     """Deliver so many steps together, but for the first and the last."""
     miss_reason: str = "cold"
@@ -174,6 +177,8 @@ class ScriptedEngine(EngineClient):
             return
         for step in range(max(map(len, replies))):
             await asyncio.sleep(self.script.delay_s)
+            while self.script.gate is not None and not self.script.gate.is_set():
+                await asyncio.sleep(0.01)
             if self.cut_off:
                 ends = tuple(SequenceDelta(i, (), "", None, FinishReason.ABORT) for i in range(params.n))
                 yield RequestOutput(request.request_id, ends, report, True, num_generated)

@@ -46,6 +46,7 @@ def ls_command(directory: Directory) -> None:
     """List the models whose blocks are in a directory."""
     from stemma.memory.tiers.disk.existing import count_blocks, unreadable
     from stemma.memory.tiers.disk.spaces import list_spaces
+    from stemma.server.history.log import FILE_NAME, count_answers
 
     for space in list_spaces(directory):
         manifest, count = space.manifest, count_blocks(space)
@@ -60,6 +61,8 @@ def ls_command(directory: Directory) -> None:
             continue
         typer.echo(f"    model {manifest.model_fingerprint[:16]}, {manifest.block_size} tokens a block")
         typer.echo(f"    layout {manifest.kv_layout}")
+        if num_answers := count_answers(space.path / FILE_NAME):
+            typer.echo(f"    {num_answers} answers")
         if (reason := unreadable(space)) is not None:
             typer.echo(f"    {reason}")
 
@@ -83,7 +86,9 @@ def verify_command(directory: Directory, space: Space = None) -> None:
 @app.command("gc")
 def gc_command(
     directory: Directory,
-    unused_for: Annotated[str | None, typer.Option(help="Drop blocks unused for this time: 12h, 7d.")] = None,
+    unused_for: Annotated[
+        str | None, typer.Option(help="Drop blocks and answers unused for this time: 12h, 7d.")
+    ] = None,
     max_size: Annotated[
         str | None, typer.Option(help="Delete the least recently used models until the rest fits, e.g. 50GB.")
     ] = None,
@@ -91,6 +96,7 @@ def gc_command(
     """Delete damaged sub-directories, unused blocks and unused models. Sub-directories in use are kept."""
     from stemma.memory.tiers.disk.existing import open_existing, unreadable
     from stemma.memory.tiers.disk.spaces import list_spaces, remove_space
+    from stemma.server.history.log import FILE_NAME, drop_unused
 
     age_s = None if unused_for is None else parse_duration(unused_for)
     limit = None if max_size is None else parse_size(max_size)
@@ -109,8 +115,10 @@ def gc_command(
                 typer.echo(f"{space.path.name}: {reason}")
                 continue
             store = open_existing(space)
-            typer.echo(f"{space.path.name}: {store.drop_unused(age_s)} blocks dropped")
+            num_blocks = store.drop_unused(age_s)
+            num_answers = drop_unused(space.path / FILE_NAME, age_s)  # the store holds the lock
             store.close()
+            typer.echo(f"{space.path.name}: {num_blocks} blocks, {num_answers} answers dropped")
 
 
 @app.command("clear")

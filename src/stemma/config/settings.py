@@ -186,11 +186,11 @@ class TierSettings(SettingsModel):
     load_when: Literal["faster", "always"] = "faster"
     """Load a hit only if measurements predict that it is faster than computing, or always."""
     load_timeout_s: float = Field(default=2.0, gt=0.0)
-    """Time limit of a load; blocks not loaded by then are computed."""
+    """Time limit of a load, or as long as computing would take if that is longer; the rest is computed."""
     load_failure: Literal["recompute", "fail"] = "recompute"
     """When a tier can't deliver what it holds: compute the tokens, or fail the request."""
-    transfer_buffer: ByteSize = 128 * 2**20
-    """Host memory for blocks in transfer to slow tiers; when it is full, writes are dropped."""
+    transfer_buffer: ByteSize | None = None
+    """Host memory for blocks in transfer to slow tiers; None: what two of the largest steps commit."""
 
 
 MAX_SEATS = 256

@@ -54,8 +54,8 @@ class ConnectorSettings(LowerTierSettings):
     """Load a hit only if measurements predict that it is faster than computing, or always."""
     load_timeout_s: float = Field(default=2.0, gt=0.0)
     """Time limit of a load; blocks not loaded by then are computed."""
-    transfer_buffer: ByteSize = 128 * 2**20
-    """Host memory for blocks on their way to disk and pool; when it is full, writes are dropped."""
+    transfer_buffer: ByteSize | None = None
+    """Host memory for blocks on their way to disk and pool; None: what two steps commit."""
 
     @model_validator(mode="after")
     def _has_a_tier(self) -> Self:

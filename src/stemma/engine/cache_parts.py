@@ -91,6 +91,7 @@ def open_own_tiers(
         settings.tiers,
         device,
         key_space,
+        step_tokens=settings.scheduler.max_batch_tokens,
         eviction=settings.cache.eviction,
         pool=settings.cache.pool,
         part=(0, 1) if ranks is None else pool_part(ranks.share),

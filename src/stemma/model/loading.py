@@ -116,7 +116,8 @@ def load_model(
     )
     report("self-check", 0.0)
     with loaded.checked():
-        check_served(model, loaded.reference, None if packing is None else packing.fewest_bits)
+        bits = None if packing is None else packing.fewest_bits
+        check_served(model, loaded.reference, bits, same_bits=packing is not None)
     report("ready", 1.0)
     return model
 

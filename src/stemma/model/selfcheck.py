@@ -3,9 +3,10 @@
 A class doesn't show whether an architecture counts positions itself, looks ahead, applies a mask that isn't
 passed to us, or has its own forward that our fast path would skip. So transformers runs the unchanged model
 on a few tokens; once the model is ready to serve, the same tokens run over paged KV in two chunks, and the
-logits are compared. Architectures on `TESTED` are compared with transformers by our tests and skip this. For
-all architectures, logits must be finite. Of a large model only the first layers run, enough to have each
-kind: the check reads weights three times, and an 8B model has 16 GB of them.
+logits are compared. They must also be the same, bit for bit, in one chunk and in two, behind the rows of
+another prompt, and near the end of the context (same_bits.py). Architectures on `TESTED` are compared with
+transformers by our tests and skip this. For all architectures, logits must be finite. Of a large model only
+the first layers run, enough to have each kind: an 8B model has 16 GB of weights, which each run reads.
 """
 
 from __future__ import annotations
@@ -15,14 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import SUPPORTED
-from stemma.model.batch import ForwardBatch, PageTables, StateMoves
 from stemma.model.causal_lm import CausalLM
 from stemma.model.foreign_code import foreign_code
+from stemma.model.same_bits import Piece, check_same_bits, median_error, run_pieces
 
-_BLOCK_SIZE = 8
-"""On each of the ranks that tokens are divided over."""
 CHUNKS = (7, 6)
 """The second begins inside a block and ends in another."""
 NUM_TOKENS = sum(CHUNKS)
@@ -47,21 +45,26 @@ class Reference:
     """[T, vocab] float32, on CPU."""
 
 
-def check_served(model: CausalLM, reference: Reference | None, weight_bits: int | None = None) -> None:
+def check_served(
+    model: CausalLM, reference: Reference | None, weight_bits: int | None = None, *, same_bits: bool
+) -> None:
     """Run the check's tokens over paged KV and compare them with `reference`, if there is one.
 
+    `same_bits`: rows are computed alike whatever stands beside them, so their bits are compared too.
     Raises ModelError if logits aren't finite, UnsupportedModel if they differ.
     """
     name = model.info.architecture
     if reference is None:
         tokens = torch.arange(1, 4) % model.vocab_size
         with foreign_code(f"{name} fails on its first tokens"):
-            check_logits(name, _run(model, tokens, (len(tokens),)))
+            [logits] = run_pieces(model, [Piece(tokens)], [[(0, 0, len(tokens))]])
+            check_logits(name, logits)
         return
     chunks = CHUNKS if model.max_model_len >= NUM_TOKENS else (1, model.max_model_len - 1)
     tokens = reference.token_ids[: sum(chunks)]
     with foreign_code(f"{name} can't be served: it fails on a prompt in two chunks", f". {SUPPORTED}"):
-        logits = _run(model, tokens, chunks)
+        cut, end = chunks[0], sum(chunks)
+        [logits] = run_pieces(model, [Piece(tokens)], [[(0, 0, cut)], [(0, cut, end)]])
     check_logits(name, logits)
     limit = max(LIMITS.get(model.dtype, 1e-3), 0.0 if weight_bits is None else _ROUNDED[weight_bits])
     first = median_error(logits[: chunks[0]], reference.logits[: chunks[0]])
@@ -78,50 +81,9 @@ def check_served(model: CausalLM, reference: Reference | None, weight_bits: int 
             f"(off by {second:.0%} of their spread). It may count positions itself or keep state other than "
             f"KV. {SUPPORTED}"
         )
-
-
-def _run(model: CausalLM, tokens: torch.Tensor, chunks: tuple[int, ...]) -> torch.Tensor:
-    """Return logits [T, vocab] on CPU of one sequence, computed in chunks over blocks in mixed order."""
-    block_size = _BLOCK_SIZE * model.context_size
-    num_blocks = -(-len(tokens) // block_size)
-    layout = model.layout(block_size)
-    kv = DeviceKV(
-        layout,
-        layout.aligned(num_blocks + 1),
-        model.device,
-        num_states=0 if layout.state is None else 1,
-        num_pages=0 if layout.windows is None else num_blocks + 1,
-    )
-    table = torch.arange(num_blocks, 0, -1, dtype=torch.int32)
-    logits: list[torch.Tensor] = []
-    start = 0
-    for length in chunks:
-        positions = torch.arange(start, start + length)
-        slots = table[positions // block_size].long() * block_size + positions % block_size
-        batch = ForwardBatch(
-            token_ids=tokens[start : start + length].to(model.device),
-            positions=positions.to(model.device),
-            slots=slots.to(model.device),
-            query_starts=[0, length],
-            context_lens=[start + length],
-            block_tables=table[None],
-            logits_rows=torch.arange(length, device=model.device),
-            states=None if layout.state is None else StateMoves((0 if start else None,), (0,), ()),
-        )
-        if layout.windows is not None:
-            batch.pages = PageTables(batch.slots, batch.block_tables)  # a page for each block
-        logits.append(model.forward(batch, kv).cpu())
-        start += length
-    return torch.cat(logits)
-
-
-def median_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the median token's error, as a share of the spread of its logits [T, vocab].
-
-    The median: rounding may route a single token to another expert.
-    """
-    spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-6)
-    return float(((logits - reference).norm(dim=-1) / spread).median())
+    with foreign_code(f"{name} can't be served: it fails beside another prompt", f". {SUPPORTED}"):
+        # Without our kernels rounding depends on a row's place, about as much as it differs from theirs.
+        check_same_bits(model, tokens, None if same_bits else 1e-3 + 2 * max(first, second))
 
 
 def check_logits(name: str, logits: torch.Tensor) -> None:

@@ -62,7 +62,9 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
     state.admission = admission = Admission(settings, engine)
     state.lifecycle = lifecycle = Lifecycle()
     published = PublishedPrefixes(server.public_prefixes, settings.engine.cache.block_size)
-    state.history = history = WrittenHistory.of(server, engine, metrics)
+    state.history = history = WrittenHistory.of(
+        server, engine, metrics, ttl_s=settings.engine.tiers.disk_cache_ttl_s
+    )
     joiner = None if history is None else history.joiner
     state.intake = intake = Intake(engine, settings, admission, joiner, has_tenants=access.keys is not None)
     state.instruments = instruments = Instruments(

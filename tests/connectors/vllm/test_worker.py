@@ -50,7 +50,7 @@ class Rig:
     def open(self, **settings) -> WorkerSide:
         given = {"disk_cache": str(self.tmp_path / "disk"), "disk_cache_size": "2MB"} | settings
         parsed = ConnectorSettings.parse({k: v for k, v in given.items() if v}, where="test")
-        self.opened.append(WorkerSide(parsed, self.blocks, SPACE, self.supervisor))
+        self.opened.append(WorkerSide(parsed, self.blocks, SPACE, self.supervisor, step_tokens=512))
         return self.opened[-1]
 
     def load(self, side: WorkerSide, count: int, first: int = 0) -> set[int]:

@@ -32,7 +32,7 @@ def test_kv_gets_what_the_others_leave(checkpoint: Path, model: CausalLM, monkey
     layout = model.layout(16)
     monkeypatch.setattr(working_memory, "resident_bytes", lambda: 1_000_000_000)
     monkeypatch.setattr(working_memory, "step_bytes", lambda *_: 10_000_000)
-    tiers = planned_bytes(TierSettings(host_cache=4_000_000), None, layout, "hazard")
+    tiers = planned_bytes(TierSettings(host_cache=4_000_000), None, layout, "hazard", step_tokens=2048)
     for_kv = 6_000_000 + fixed_bytes("hazard")
     limit = 1_020_000_000 + PREPARED_BYTES + tiers + for_kv
     limit += reserved_bytes(SpeculationSettings())

@@ -50,7 +50,7 @@ class Rank:
             TransferPolicy({Tier.HOST: "write_through"}, load_always=True, load_timeout_s=WAIT_S),
             time.monotonic,
             block_size=4,
-            staging_bytes=16 * size,
+            num_staging_slots=16,
         )
 
         if pool is not None:

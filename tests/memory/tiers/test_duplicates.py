@@ -38,7 +38,7 @@ class TwoTiers:
             TransferPolicy({Tier.HOST: "write_back"}, load_always=True, prefetch="wait_complete"),
             ManualClock(),
             block_size=BLOCK_TOKENS,
-            staging_bytes=BLOCK,
+            num_staging_slots=4,
         )
         self.space = KeySpace("model", "layout", BLOCK_TOKENS)
         self.cache = PrefixCache(kv, RadixIndex(BLOCK_TOKENS), self.space, lower=self.transfer)

@@ -110,7 +110,7 @@ class DictTiers(LowerTiers):
         return True
 
     def stats(self) -> TransferStats:
-        return TransferStats({}, LoadCounters(), 0, 0, None)
+        return TransferStats({}, LoadCounters(), {}, 0, 0, None)
 
     def check(self) -> None: ...
 

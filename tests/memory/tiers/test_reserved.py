@@ -22,23 +22,26 @@ LAYOUT = KVLayout(2, 2, 16, 2, 8, "float32")
 @pytest.mark.parametrize(
     "names", [(), ("host",), ("disk",), ("pool",), ("host", "disk"), ("host", "disk", "pool")]
 )
+@pytest.mark.parametrize("buffer", [None, 1 << 18])
 def test_the_plan_is_what_the_open_tiers_report(
-    tmp_path: Path, names: tuple[str, ...], eviction: str
+    tmp_path: Path, names: tuple[str, ...], eviction: str, buffer: int | None
 ) -> None:
     settings = TierSettings(
         host_cache=1 << 20 if "host" in names else None,
         disk_cache=tmp_path / "disk" if "disk" in names else None,
         disk_cache_size=2 << 20,
-        transfer_buffer=1 << 18,
+        transfer_buffer=buffer,
     )
     pool = None
     if "pool" in names:
         config = tmp_path / "pool.json"
         config.write_text(json.dumps({"path": str(tmp_path / "pool")}))
         pool = PoolSettings(name="directory", config=config, staging=1 << 19)
-    planned = planned_bytes(settings, pool, LAYOUT, eviction)
+    planned = planned_bytes(settings, pool, LAYOUT, eviction, step_tokens=512)
     space = KeySpace("model", LAYOUT.describe(), LAYOUT.block_size)
-    tiers = open_tiers(settings, DeviceCopy(DeviceKV(LAYOUT, 8)), space, eviction=eviction, pool=pool)
+    tiers = open_tiers(
+        settings, DeviceCopy(DeviceKV(LAYOUT, 8)), space, step_tokens=512, eviction=eviction, pool=pool
+    )
     assert tiers.reserved_bytes == planned
     assert (planned > 0) == bool(names)
     tiers.close()

@@ -85,7 +85,7 @@ class Rig(TransferRig):
             TransferPolicy(writes={Tier.POOL: "write_through"}, prefetch="wait_complete", load_always=True),
             self.clock,
             block_size=LAYOUT.block_size,
-            staging_bytes=4 * BLOCK,
+            num_staging_slots=4,
             supervisor=self.supervisor,
         )
 
@@ -105,7 +105,7 @@ def test_a_write_that_raises_is_reported_and_the_thread_goes_on(rig: Rig, error:
         rig.transfer.on_commit(blocks[start : start + 4])
         assert rig.transfer.drain(TIMEOUT_S)
     assert set(rig.supervisor.failures) == {("stemma-write-pool", error)}
-    assert rig.transfer.stats().num_dropped_writes == 0
+    assert not any(rig.transfer.stats().dropped_writes.values())
     assert rig.transfer.match([block.key for block in blocks]) == []  # nobody takes them for written
     rig.store.raises.clear()
     rig.transfer.on_commit(blocks[:4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.memory.tiers.transfer_rig import BLOCK, TIMEOUT_S, Rig, SlowStore
 from stemma.errors import StorageError
 from stemma.memory.tiers import chunks
 from stemma.memory.tiers.block_store import BlockPut, ReadResult
+from stemma.memory.tiers.copies_down import num_staging_slots
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.lower import PassedOver
@@ -164,13 +166,68 @@ def test_selective_write_through_waits_for_the_second_use(rig: Rig) -> None:
     assert transfer.match(keys(blocks)) == [Tier.DISK]
 
 
-def test_full_staging_drops_the_newest(rig: Rig) -> None:
+def test_what_finds_no_room_waits_on_the_device(rig: Rig) -> None:
+    disk = rig.disk()
+    transfer = rig.open(disk, staging_blocks=4)
+    blocks = rig.fill("a", 14)
+    transfer.on_commit(blocks)
+    assert transfer.stats().num_waiting_writes >= 6
+    transfer.on_commit(blocks)  # once is enough
+    while transfer.copy_waiting():
+        time.sleep(0.001)
+    assert transfer.drain(TIMEOUT_S)
+    assert disk.num_blocks == 14
+    assert transfer.stats().dropped_writes == {"buffer_full": 0, "evicted_waiting": 0}
+    rig.wipe()
+    assert load(rig, transfer, keys(blocks)) == 14
+
+
+def test_what_waits_is_written_at_the_end(rig: Rig) -> None:
+    disk = rig.disk()
+    transfer = rig.open(disk, staging_blocks=4)
+    blocks = rig.fill("a", 14)
+    transfer.on_commit(blocks)
+    transfer.close()
+    rig.wipe()
+    again = rig.open(rig.disk())
+    assert again.match(keys(blocks)) == [Tier.DISK] * 14
+    assert load(rig, again, keys(blocks)) == 14
+
+
+def test_what_waits_is_copied_before_it_leaves(rig: Rig) -> None:
+    transfer = rig.open(rig.disk(), staging_blocks=4)
+    blocks = rig.fill("a", 9)
+    transfer.on_commit(blocks)
+    transfer.on_evict(blocks[::-1])
+    rig.wipe()
+    assert transfer.drain(TIMEOUT_S)
+    assert load(rig, transfer, keys(blocks)) == 9
+
+
+def test_what_leaves_before_there_is_room_is_counted(rig: Rig) -> None:
     pool = SlowStore()
     transfer = rig.open(pool, staging_blocks=4)
+    blocks = rig.fill("a", 7)
     pool.gate.clear()
-    transfer.on_commit(rig.fill("a", 6))
-    assert transfer.stats().num_dropped_writes == 2
+    transfer.on_commit(blocks)
+    assert transfer.stats().num_waiting_writes == 3
+    transfer.on_evict(blocks[:0:-1])
+    rig.wipe()
+    assert not transfer.copy_waiting()
+    assert transfer.stats().dropped_writes == {"buffer_full": 0, "evicted_waiting": 3}
+    transfer.on_commit(rig.fill("b", 2))
+    transfer.on_drop(rig.fill("b", 2))
+    assert transfer.stats().num_waiting_writes == 0
     pool.gate.set()
+    assert transfer.drain(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "block_size", "expected"), [(8_400_000, 64, 64), (2_000, 16, 67108), (1 << 30, 16, 256)]
+)
+def test_the_buffer_holds_two_steps_of_any_model(block_bytes: int, block_size: int, expected: int) -> None:
+    assert num_staging_slots(None, block_bytes, block_size, 2048) == expected
+    assert num_staging_slots(1 << 20, block_bytes, block_size, 2048) == max(4, (1 << 20) // block_bytes)
 
 
 def test_blocks_of_several_tiers_in_one_load(rig: Rig) -> None:

@@ -76,7 +76,7 @@ class Rig:
         writes = {Tier.HOST: "write_back", Tier.DISK: "write_through", Tier.POOL: "write_through"}
         policy.setdefault("writes", writes)
         policy.setdefault("load_timeout_s", 1000.0)
-        staging_bytes = policy.pop("staging_blocks", 16) * BLOCK
+        num_slots = policy.pop("staging_blocks", 16)
         transfer = TierTransfer(
             DeviceCopy(self.kv),
             next((store for store in stores if isinstance(store, HostStore)), None),
@@ -84,7 +84,7 @@ class Rig:
             TransferPolicy(**policy),
             self.clock,
             block_size=16,
-            staging_bytes=staging_bytes,
+            num_staging_slots=num_slots,
         )
         self.opened.append(transfer)
         return transfer

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from tests.server.history.written import SCOPE, written
 from stemma.errors import StorageError
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.history.answers import WrittenAnswers
-from stemma.server.history.log import HEADER, AnswerLog
+from stemma.server.history.log import HEADER, AnswerLog, count_answers, drop_unused
 from stemma.supervision import LoggingSupervisor
 
 LIMIT = 40_000
@@ -155,3 +158,105 @@ def test_only_a_plain_file_is_used(tokenizer: Tokenizer, tmp_path: Path) -> None
         with pytest.raises(StorageError, match=name):
             opened(tmp_path / name, tokenizer)
     assert target.read_text() == "mine"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_answers_are_kept_as_long_as_blocks(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path, clock = tmp_path / "answers", Clock()
+    kept = WrittenAnswers(tokenizer, LIMIT, ttl_s=100.0, clock=clock)
+    log = AnswerLog(path, kept, LIMIT, tokenizer.vocab_size, LoggingSupervisor())
+    for one in range(3):
+        kept.keep(written(tokenizer, f"before {one}", f"answer {one}"), clock.now - 90.0)
+    clock.now += 20
+    kept.keep(written(tokenizer, "another", "the next answer"))
+    assert kept.find(SCOPE, "before 1answer 1") == []
+    assert (len(kept), kept.expire()) == (1, 0)
+    log.rewrite()
+    log.close()
+    assert count(path, tokenizer) == 1
+    assert (drop_unused(path, 1000.0), count_answers(path)) == (0, 1)
+    assert (drop_unused(path, -1000.0), count_answers(path)) == (1, 0)
+    assert (drop_unused(tmp_path / "none", 1.0), count_answers(tmp_path / "none")) == (0, 0)
+
+
+def test_a_restart_knows_when_they_were_used(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    kept, log = opened(path, tokenizer)
+    kept.keep(written(tokenizer, "before", "old"))
+    log.close()
+    later = WrittenAnswers(tokenizer, LIMIT, ttl_s=1000.0, clock=lambda: time.time() + 1001.0)
+    AnswerLog(path, later, LIMIT, tokenizer.vocab_size, LoggingSupervisor()).close()
+    assert len(later) == 0
+    assert count(path, tokenizer) == 0
+
+
+def test_a_file_without_times_is_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    fill(path, tokenizer)
+    data, at, old = path.read_bytes(), len(HEADER), b"stemma-answers 1\n"
+    while at < len(data):
+        _, length = struct.unpack_from("<QI", data, at)
+        body = data[at + 12 + 8 : at + 12 + length]
+        old += struct.pack("<QI", xxhash.xxh3_64_intdigest(body), len(body)) + body
+        at += 12 + length
+    path.write_bytes(old)
+    assert count(path, tokenizer) == 5
+    assert path.read_bytes().startswith(HEADER)
+    assert count(path, tokenizer) == 5
+
+
+def test_a_full_disk_holds_up_the_writing_for_a_while(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "answers"
+    kept, log = opened(path, tokenizer)
+    kept.keep(written(tokenizer, "before 0", "first"))
+    log.rewrite()
+    room = threading.Event()
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        if not room.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return os.write(fd, data) if os.lseek(fd, offset, os.SEEK_SET) == offset else 0
+
+    monkeypatch.setattr("stemma.server.history.log.RETRY_S", 0.01)
+    monkeypatch.setattr("stemma.server.history.log.os.pwrite", pwrite)
+    kept.keep(written(tokenizer, "before 1", "second"))
+    while log.failure is None:
+        time.sleep(0.001)
+    room.set()
+    kept.keep(written(tokenizer, "before 2", "third"))
+    while log.failure is not None:
+        time.sleep(0.001)
+    log.close()
+    assert count(path, tokenizer) == 3
+
+
+def test_a_slow_disk_has_a_short_queue(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stemma.server.history.log.MAX_QUEUED", 2)
+    path = tmp_path / "answers"
+    kept, log = opened(path, tokenizer, 1 << 20)
+    for one in range(60):
+        kept.keep(written(tokenizer, f"before {one}", f"answer {one}"))
+    log.close()
+    kept, log = opened(path, tokenizer, 1 << 20)
+    log.close()
+    assert len(kept) == 60
+
+
+def test_less_memory_keeps_the_newest(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    fill(path, tokenizer, 30)
+    kept, log = opened(path, tokenizer, path.stat().st_size // 2)
+    log.close()
+    assert kept.find(SCOPE, "before 29answer 29")
+    assert not kept.find(SCOPE, "before 0answer 0")

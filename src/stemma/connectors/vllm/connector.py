@@ -94,7 +94,9 @@ class StemmaConnector(KVConnectorBase_V1):  # type: ignore[misc]
         space = key_space(fields, model, blocks.layout, self._block_size)
         supervisor = LoggingSupervisor()
         with on_all_cores():
-            self._worker = WorkerSide(self._settings, blocks, space, supervisor)
+            self._worker = WorkerSide(
+                self._settings, blocks, space, supervisor, config.scheduler_config.max_num_batched_tokens
+            )
             self._server = LookupServer(self._socket, space, self._worker.lookup, supervisor)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -37,13 +37,19 @@ class WorkerSide:
         blocks: BlockCopy,
         space: KeySpace,
         supervisor: Supervisor,
+        step_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the tiers. Raises what `open_tiers` raises."""
+        """Open the tiers. `step_tokens`: the most that a step of vLLM computes.
+
+        Raises what `open_tiers` raises.
+        """
         self._transfer = open_tiers(
             settings.tiers,
             blocks,
             space,
+            step_tokens=step_tokens,
+            blocks_may_wait=False,  # vLLM doesn't tell what it evicts
             eviction=settings.eviction,
             pool=settings.pool,
             supervisor=supervisor,
@@ -108,7 +114,10 @@ class WorkerSide:
     def take_counts(self) -> dict[str, float]:
         """Return what happened since the last call, as numbers above 0 by name."""
         stats = self._transfer.stats()
-        now: dict[str, float] = {"load_seconds": self._load_s, "dropped_writes": stats.num_dropped_writes}
+        now: dict[str, float] = {
+            "load_seconds": self._load_s,
+            "dropped_writes": sum(stats.dropped_writes.values()),
+        }
         for tier, count in stats.loads.loaded_blocks.items():
             now[f"loaded_blocks/{tier}"] = count
             now[f"loaded_bytes/{tier}"] = count * self._block_bytes

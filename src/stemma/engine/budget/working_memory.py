@@ -79,7 +79,7 @@ def plan_memory(limit_bytes: int, model: CausalLM, settings: EngineSettings) -> 
         raise ConfigError(f"memory_limit needs Linux's /proc: {error}; give kv_cache_memory") from error
     working = int(_STEPS_RESERVED * step) + PREPARED_BYTES
     eviction = settings.cache.eviction
-    lower = planned_bytes(settings.tiers, settings.cache.pool, layout, eviction)
+    lower = planned_bytes(settings.tiers, settings.cache.pool, layout, eviction, num_tokens)
     drafts = reserved_bytes(settings.speculation)
     left = limit_bytes - held - working - lower - drafts - fixed_bytes(eviction)
     # What the index notes of a block takes memory with each block.

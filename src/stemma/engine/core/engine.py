@@ -46,6 +46,8 @@ from stemma.types import FinishReason, TokenArray
 logger = logging.getLogger(__name__)
 _LOAD_WAIT_S = 0.05
 _CHARS_PER_TOKEN = 4
+_COPY_AGAIN_S = 0.01
+"""After which idle time looks again whether there is room for blocks on their way down."""
 _MOST_TOUCHED_BYTES = 1 << 30
 _TOUCHED_FRACTION = 1 / 16
 """Share of the memory free at the start whose KV idle time touches ahead of need, a gigabyte at most."""
@@ -226,12 +228,17 @@ class Engine:
 
         That is in so many seconds, or (None) not before a command came. The blocks that come into use next
         get their memory; blocks that wait to be continued wait no longer; those of turns that are due are
-        loaded from the tiers below.
+        loaded from the tiers below; those that found no room on their way down go there.
         """
         self.cache.end_rests()
         if self.cache.touch_ahead(self._num_touched_ahead):
             return 0.0
-        return None if self.has_work else self._returns.work()
+        if self.has_work:
+            return None
+        next_s = self._returns.work()
+        if not self.cache.copy_waiting():
+            return next_s
+        return _COPY_AGAIN_S if next_s is None else min(next_s, _COPY_AGAIN_S)
 
     def _step_in_turn(self) -> list[SequenceNews]:
         """Schedule a step and run it to its end."""

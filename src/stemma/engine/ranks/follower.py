@@ -54,7 +54,7 @@ from stemma.supervision import Supervisor
 from stemma.types import Tier
 
 logger = logging.getLogger(__name__)
-_TOLD = frozenset({"on_commit", "on_hit", "on_evict", "on_drop", "set_quotas", "unpin"})
+_TOLD = frozenset({"on_commit", "on_hit", "on_evict", "on_drop", "copy_waiting", "set_quotas", "unpin"})
 _ASKED = frozenset({"lookup", "pin", "flush", "drain", "check", "wait_for_queued"})
 _NUM_BESIDE = 4
 """Threads for what may take long: one that waits for a pool doesn't hold up the others."""
@@ -95,6 +95,7 @@ class Follower:
             self._settings.tiers.model_copy(update={"load_when": "always"}),
             DeviceCopy(self._kv, copy_function(self._settings.model.isa)),
             rank_key_space(message.key_space, self._share),
+            step_tokens=self._settings.scheduler.max_batch_tokens,
             eviction=cache.eviction,
             pool=cache.pool,
             part=self._part,

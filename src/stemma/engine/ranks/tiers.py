@@ -119,6 +119,12 @@ class RankedTiers(LowerTiers):
     def on_drop(self, blocks: Sequence[DeviceBlock]) -> None:
         self._moved("on_drop", blocks)
 
+    @override
+    def copy_waiting(self) -> bool:
+        if self._own.stores:
+            self._ranks.tell(Tell("copy_waiting", ()))
+        return self._own.copy_waiting()
+
     def set_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
         """Set how many blocks each owner may hold in each tier of each rank."""
         self._ranks.tell(Tell("set_quotas", (quotas,)))

@@ -408,6 +408,10 @@ class PrefixCache:
         """Device blocks that were loaded ahead and that nobody has used yet."""
         return self._cached.ahead.num_waiting if self._cached is not None else 0
 
+    def copy_waiting(self) -> bool:
+        """Copy down blocks that found no room on their way; return whether some wait still."""
+        return self._lower is not None and self._lower.copy_waiting()
+
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Report that a step took `seconds` for `num_tokens` prompt tokens."""
         if self._lower is not None:

@@ -91,6 +91,10 @@ class LowerTiers(Protocol):
         """Blocks left the device index and aren't demoted: it was flushed."""
         return None
 
+    def copy_waiting(self) -> bool:
+        """Copy down what found no room before; return whether something waits still. For idle time."""
+        return False
+
     def set_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
         """Set how many blocks each owner (`owner_tag`) may hold in each tier, also in a pool attached later.
 

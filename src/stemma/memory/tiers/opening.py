@@ -9,6 +9,7 @@ from stemma.config.settings import PoolSettings, Role, TierSettings
 from stemma.errors import StemmaError
 from stemma.memory.device.copy import BlockCopy
 from stemma.memory.tiers.block_store import BlockStore
+from stemma.memory.tiers.copies_down import num_staging_slots
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.pool.opening import open_pool
@@ -24,6 +25,8 @@ def open_tiers(
     device: BlockCopy,
     key_space: KeySpace,
     *,
+    step_tokens: int,
+    blocks_may_wait: bool = True,
     eviction: str = "lru",
     pool: PoolSettings | None = None,
     part: tuple[int, int] = (0, 1),
@@ -32,6 +35,7 @@ def open_tiers(
 ) -> TierTransfer:
     """Open the tiers that the settings name, each with a policy `eviction` of its own.
 
+    `step_tokens`: the most that a step computes. `blocks_may_wait`: see `TierTransfer`.
     `part`: see `open_pool`; host and disk know it from `key_space`.
     Without any, the transfer does nothing; a pool may be attached later. Errors in the threads of the tiers
     go to `supervisor`. Raises ConfigError if a tier is too small for a block, StorageError (StorageLocked,
@@ -61,7 +65,10 @@ def open_tiers(
         transfer_policy(settings, role),
         time.monotonic,
         block_size=key_space.block_size,
-        staging_bytes=settings.transfer_buffer,
+        num_staging_slots=num_staging_slots(
+            settings.transfer_buffer, block_bytes, key_space.block_size, step_tokens
+        ),
+        blocks_may_wait=blocks_may_wait,
         supervisor=supervisor,
     )
     if pool is not None:

@@ -8,20 +8,26 @@ from __future__ import annotations
 from stemma.config.settings import PoolSettings, TierSettings
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.chunks import num_buffers
+from stemma.memory.tiers.copies_down import num_staging_slots
 from stemma.memory.tiers.disk.disk_store import capacity_of
 from stemma.memory.tiers.disk.record import RECORD_BYTES
 from stemma.memory.tiers.loads import NUM_LOAD_THREADS
 from stemma.memory.tiers.pool.absent import ABSENT_BYTES
 from stemma.memory.tiers.pool.value_staging import staging_bytes
 from stemma.memory.tiers.slotted import table_bytes
-from stemma.memory.tiers.transfer import num_staging_slots, remembered_bytes
+from stemma.memory.tiers.transfer import remembered_bytes
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.keys import KeySpace
 from stemma.types import Tier
 
 
-def planned_bytes(settings: TierSettings, pool: PoolSettings | None, layout: KVLayout, eviction: str) -> int:
-    """Return the maximum memory, in bytes, of the tiers that the settings name; tables are estimated."""
+def planned_bytes(
+    settings: TierSettings, pool: PoolSettings | None, layout: KVLayout, eviction: str, step_tokens: int
+) -> int:
+    """Return the maximum memory, in bytes, of the tiers that the settings name; tables are estimated.
+
+    `step_tokens`: the most that a step computes.
+    """
     policy, block_bytes = make_policy(eviction), layout.block_bytes
     total, tiers = 0, set()
     if settings.host_cache is not None:
@@ -37,6 +43,7 @@ def planned_bytes(settings: TierSettings, pool: PoolSettings | None, layout: KVL
         tiers.add(Tier.POOL)
         total += staging_bytes(pool.staging, block_bytes) + ABSENT_BYTES
     if tiers - {Tier.HOST}:
-        total += num_staging_slots(settings.transfer_buffer, block_bytes) * block_bytes
+        slots = num_staging_slots(settings.transfer_buffer, block_bytes, layout.block_size, step_tokens)
+        total += slots * block_bytes
         total += NUM_LOAD_THREADS * num_buffers(block_bytes) * block_bytes
     return total + remembered_bytes(tiers)

@@ -21,7 +21,7 @@ class StagingArena:
         self._bytes: npt.NDArray[np.uint8] = self._arena.numpy()
         self._free = list(range(num_slots))
         self._num_owners = [0] * num_slots
-        self._lock = threading.Lock()
+        self._freed = threading.Condition()
 
     @property
     def reserved_bytes(self) -> int:
@@ -40,7 +40,7 @@ class StagingArena:
 
     def take(self, at_most: int, num_owners: int = 1) -> list[int]:
         """Return up to `at_most` slots, without waiting; each is free after `num_owners` calls of `free`."""
-        with self._lock:
+        with self._freed:
             # The slots freed last: they are likely still in the CPU cache.
             taken = self._free[-at_most:][::-1] if at_most else []
             del self._free[len(self._free) - len(taken) :]
@@ -50,10 +50,16 @@ class StagingArena:
 
     def free(self, slot: int) -> None:
         """Remove one owner of a slot."""
-        with self._lock:
+        with self._freed:
             self._num_owners[slot] -= 1
             if self._num_owners[slot] == 0:
                 self._free.append(slot)
+                self._freed.notify_all()
+
+    def wait_free(self, timeout_s: float) -> bool:
+        """Wait until a slot is free; return whether one is."""
+        with self._freed:
+            return self._freed.wait_for(lambda: bool(self._free), timeout_s)
 
     def tensor(self, slot: int) -> torch.Tensor:
         """Return a slot as uint8 [block_bytes]."""

@@ -44,8 +44,10 @@ class TransferStats:
 
     tiers: Mapping[Tier, TierStats]
     loads: LoadCounters
-    num_dropped_writes: int
-    """Blocks not copied down because staging was full."""
+    dropped_writes: Mapping[str, int]
+    """Blocks not copied down because staging was full, by reason (`copies_down.py`)."""
+    num_waiting_writes: int
+    """Blocks of the device that are copied down once staging has room."""
     num_queued_blocks: int
     """Blocks of loads and prefetches that haven't ended: what a further load waits for."""
     compute_s_per_block: float | None

@@ -8,6 +8,7 @@ loads it in the background (`loads.py`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,15 +22,15 @@ from stemma.errors import ConfigError, StorageError
 from stemma.memory.device.copy import BlockCopy
 from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.block_store import BlockPut, BlockStore, ReadResult
+from stemma.memory.tiers.copies_down import CopiesDown
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.loads import LoadQueue, Prefetch
 from stemma.memory.tiers.lower import LowerTiers, PassedOver
 from stemma.memory.tiers.recent_keys import NOTE_BYTES, RecentKeys, Whereabouts
-from stemma.memory.tiers.staging import StagingArena
 from stemma.memory.tiers.tier_stats import TierStats, TransferStats
-from stemma.memory.tiers.write_queue import BATCH_BLOCKS, StagedBlock, WriteQueue
+from stemma.memory.tiers.write_queue import BATCH_BLOCKS, WriteQueue
 from stemma.supervision import LoggingSupervisor, Supervisor
 from stemma.types import BlockKey, Tier
 
@@ -41,6 +42,9 @@ _MAX_WAITING_LOADS = 64
 _MAX_LOW_WATER = 64
 _SWEEP_EVERY_S = 60.0
 _FLUSH_TIMEOUT_S = 30.0
+_POLL_S = 0.01
+_SLOW_TIER_BYTES_PER_S = 100e6
+"""A slower tier isn't waited for beyond `load_timeout_s` as long as nobody knows what computing takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +84,12 @@ class TierTransfer(LowerTiers):
         clock: Callable[[], float],
         *,
         block_size: int,
-        staging_bytes: int,
+        num_staging_slots: int,
+        blocks_may_wait: bool = True,
         supervisor: Supervisor | None = None,
     ) -> None:
         """`stores`: the slow ones, at most one per tier; all are closed with this object. `clock` never
-        decreases.
+        decreases. `blocks_may_wait`: blocks stay readable until `on_evict` or `on_drop`.
 
         Errors in the threads started here go to `supervisor`; None: they are logged.
         """
@@ -96,14 +101,12 @@ class TierTransfer(LowerTiers):
         self._block_size = block_size
         self._stores: tuple[BlockStore, ...] = () if host is None else (host,)
         self._host = host
-        self._staging_bytes = staging_bytes
-        self._staging_arena: StagingArena | None = None
+        self._copies = CopiesDown(device, num_staging_slots, self._staged, may_wait=blocks_may_wait)
         self._queues: dict[Tier, WriteQueue] = {}
         self._writes: dict[Tier, WritePolicy] = {Tier.HOST: policy.writes.get(Tier.HOST, "write_through")}
         self._quotas: Mapping[Tier, Mapping[str, int]] = {}
         self._num_uses = RecentKeys[int](MAX_KEYS_REMEMBERED)
         self._whereabouts = Whereabouts(MAX_KEYS_REMEMBERED)
-        self._num_dropped = 0
         self._swept_at = clock()
         self._loads = LoadQueue(
             host,
@@ -128,7 +131,7 @@ class TierTransfer(LowerTiers):
             return 0
         total = sum(store.reserved_bytes for store in self._stores)
         total += remembered_bytes({store.tier for store in self._stores})
-        return total + (self._staging.reserved_bytes + self._loads.reserved_bytes if self._queues else 0)
+        return total + (self._copies.arena.reserved_bytes + self._loads.reserved_bytes if self._queues else 0)
 
     @property
     @override
@@ -147,7 +150,7 @@ class TierTransfer(LowerTiers):
 
     def introduce(self, store: BlockStore) -> None:
         """Register our memory with a store that is about to be attached. May be slow; for any thread."""
-        store.register(self._staging.memory)
+        store.register(self._copies.arena.memory)
         if self._host is not None:
             store.register(self._host.memory)
 
@@ -160,7 +163,7 @@ class TierTransfer(LowerTiers):
             raise ConfigError(f"there is a {store.tier} tier already; detach it first")
         self._queues[store.tier] = WriteQueue(
             store,
-            self._staging,
+            self._copies.arena,
             supervisor=self._supervisor,
             idle_work=lambda: self._idle_work(store),
             on_failed=self._whereabouts.note_not_in_pool if store.tier is Tier.POOL else None,
@@ -209,18 +212,23 @@ class TierTransfer(LowerTiers):
 
     @override
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
-        return self._loads.load(keys, block_ids, self._load_limit_s)
+        return self._loads.load(keys, block_ids, self._load_limit_s(len(keys)))
 
     @override
     def load_ahead(
         self, keys: Sequence[BlockKey], block_ids: Sequence[int]
     ) -> tuple[Future[int], Callable[[], None]]:
-        task = self._loads.load_ahead(keys, block_ids, self._load_limit_s)
+        task = self._loads.load_ahead(keys, block_ids, self._load_limit_s(len(keys)))
         return task.future, task.stop
 
-    @property
-    def _load_limit_s(self) -> float | None:
-        return None if self._policy.prefetch == "wait_complete" else self._policy.load_timeout_s
+    def _load_limit_s(self, num_blocks: int) -> float | None:
+        """Return for how long a load may go on: as long as computing would take, if that is longer."""
+        if self._policy.prefetch == "wait_complete":
+            return None
+        compute_s = self.estimator.compute_s
+        if compute_s is None:  # nothing was computed yet
+            compute_s = self._device.block_bytes / _SLOW_TIER_BYTES_PER_S
+        return max(self._policy.load_timeout_s, num_blocks * compute_s)
 
     @property
     @override
@@ -271,13 +279,15 @@ class TierTransfer(LowerTiers):
     def on_commit(self, blocks: Sequence[DeviceBlock]) -> None:
         if not self._stores:
             return
+        self._copies.copy_waiting()
         full = self._full(blocks)
         self._mark_duplicates(full)
         self._num_uses.note({block.key: self._num_uses.get(block.key, 0) + 1 for block in full})
         self._write(full, self._tiers("write_through"))
         if self._policy.publish_tails:
             tails = [block for block in blocks if block.num_tokens < self._block_size]
-            self._write(tails, {Tier.POOL} & self._queues.keys())
+            # The index may let go of them without a word.
+            self._write(tails, {Tier.POOL} & self._queues.keys(), is_leaving=True)
 
     @override
     def on_hit(self, blocks: Sequence[DeviceBlock]) -> None:
@@ -298,18 +308,20 @@ class TierTransfer(LowerTiers):
     def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
         # Leaves come first here. Writing parents first makes the next tier evict a chain from its end too.
         full = self._full(blocks)[::-1]
+        self._copies.leave(full)
         tiers = self._tiers("write_back")
         if self._host is None:
-            self._write(full, tiers)
+            self._write(full, tiers, is_leaving=True)
             return
         self._host.unmark_duplicates([block.key for block in full])
-        self._write(full, tiers & {Tier.HOST})
+        self._write(full, tiers & {Tier.HOST}, is_leaving=True)
         if self._host.num_free < self._low_water:
             for tier in tiers - {Tier.HOST}:
                 self._queues[tier].wake()
 
     @override
     def on_drop(self, blocks: Sequence[DeviceBlock]) -> None:
+        self._copies.forget(blocks)
         if self._host is not None:
             self._host.unmark_duplicates([block.key for block in blocks])
 
@@ -322,16 +334,6 @@ class TierTransfer(LowerTiers):
             # The head of a chain stays on the device the longest, so it is the first to go here.
             self._host.mark_duplicates(block.key for block in reversed(blocks))
 
-    @property
-    def _staging(self) -> StagingArena:
-        """Allocated when the first slow tier is attached."""
-        if self._staging_arena is None:
-            num_slots = num_staging_slots(self._staging_bytes, self._device.block_bytes)
-            self._staging_arena = StagingArena(
-                num_slots, self._device.block_bytes, pin_memory=self._device.is_cuda
-            )
-        return self._staging_arena
-
     def _full(self, blocks: Sequence[DeviceBlock]) -> list[DeviceBlock]:
         """Leave out partial blocks: lower tiers are asked only for full ones."""
         return [block for block in blocks if block.num_tokens == self._block_size]
@@ -339,7 +341,11 @@ class TierTransfer(LowerTiers):
     def _tiers(self, policy: WritePolicy) -> set[Tier]:
         return {store.tier for store in self._stores if self._writes[store.tier] == policy}
 
-    def _write(self, blocks: Sequence[DeviceBlock], tiers: set[Tier]) -> None:
+    @override
+    def copy_waiting(self) -> bool:
+        return self._copies.copy_waiting()
+
+    def _write(self, blocks: Sequence[DeviceBlock], tiers: set[Tier], *, is_leaving: bool = False) -> None:
         if self._host is not None and Tier.HOST in tiers and blocks:
             self._host.put_from(
                 blocks, lambda at, into: self._device.out([blocks[n].block_id for n in at], into)
@@ -351,22 +357,15 @@ class TierTransfer(LowerTiers):
             if wanting:
                 by_queues.setdefault(wanting, []).append(block)
         for wanting, wanted in by_queues.items():
-            self._stage(wanted, [self._queues[tier] for tier in wanting])
+            copy = self._copies.copy_leaving if is_leaving else self._copies.copy
+            copy(wanted, [self._queues[tier] for tier in wanting])
 
     def _wants(self, queue: WriteQueue, key: BlockKey) -> bool:
-        return not queue.has(key) and not self._has(queue.store, key)
+        return not (queue.has(key) or self._copies.is_waiting(key, queue) or self._has(queue.store, key))
 
-    def _stage(self, blocks: Sequence[DeviceBlock], queues: Sequence[WriteQueue]) -> None:
-        """Copy blocks off the device, once, and queue them."""
-        slots = self._staging.take(len(blocks), len(queues))
-        self._num_dropped += len(blocks) - len(slots)
-        taken = blocks[: len(slots)]
-        self._device.out([block.block_id for block in taken], [self._staging.tensor(slot) for slot in slots])
-        staged = [StagedBlock(block, slot) for block, slot in zip(taken, slots, strict=True)]
-        for queue in queues:
-            queue.put(staged)
-            if queue.store.tier is Tier.POOL:
-                self._whereabouts.note_in_pool([block.key for block in taken])
+    def _staged(self, queue: WriteQueue, blocks: Sequence[DeviceBlock]) -> None:
+        if queue.store.tier is Tier.POOL:
+            self._whereabouts.note_in_pool([block.key for block in blocks])
 
     # -- on the writer threads --------------------------------------------------------------------------
 
@@ -438,7 +437,13 @@ class TierTransfer(LowerTiers):
 
     @override
     def drain(self, timeout_s: float) -> bool:
-        return all(queue.drain(timeout_s) for queue in list(self._queues.values()))
+        end = time.monotonic() + timeout_s
+        while self._copies.num_waiting and time.monotonic() < end:
+            time.sleep(_POLL_S)  # the step loop copies them
+        left_s = max(0.0, end - time.monotonic())
+        return not self._copies.num_waiting and all(
+            queue.drain(left_s) for queue in list(self._queues.values())
+        )
 
     def wait_for_queued(self, tier: Tier, timeout_s: float) -> bool:
         """Wait until all writes queued for a tier so far have ended; return whether they have."""
@@ -461,7 +466,8 @@ class TierTransfer(LowerTiers):
         return TransferStats(
             tiers,
             self._loads.snapshot(),
-            self._num_dropped,
+            self._copies.dropped,
+            self._copies.num_waiting,
             self._loads.num_queued_blocks,
             self.estimator.compute_s,
         )
@@ -474,6 +480,7 @@ class TierTransfer(LowerTiers):
     @override
     def close(self) -> None:
         self._loads.close()
+        self._copies.finish(_FLUSH_TIMEOUT_S)
         for tier in list(self._queues):
             self._queues.pop(tier).close()
         for store in self._stores:
@@ -486,11 +493,6 @@ def remembered_bytes(tiers: Set[Tier]) -> int:
     """Return the approximate maximum bytes of notes about keys with these tiers."""
     num_tables = 1 + (Tier.POOL in tiers) + (Tier.HOST in tiers and len(tiers) > 1)
     return num_tables * NOTE_BYTES * MAX_KEYS_REMEMBERED if tiers else 0
-
-
-def num_staging_slots(staging_bytes: int, block_bytes: int) -> int:
-    """Return how many blocks can be in transfer to slow tiers."""
-    return max(4, staging_bytes // block_bytes)
 
 
 def _finish(queue: WriteQueue, store: BlockStore) -> None:

@@ -9,6 +9,7 @@ records what each layer passes, so that a model we would serve wrongly is refuse
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from stemma.model.selection import Selection
 
 ATTENTION = "stemma_paged"
 STEP_KEYWORD = "stemma_step"
+POSITIONS_KEYWORD = "stemma_positions"
+"""[T] int64: for what a layer makes of positions behind its rotation."""
 
 
 def paged_attention(
@@ -64,8 +67,24 @@ def paged_attention(
         selection=selection,
         chunk=getattr(module, "stemma_chunk", None),
     )
+    if (temperature := getattr(module, "stemma_temperature", None)) is not None:
+        query = temperature.scaled(query, kwargs[POSITIONS_KEYWORD])
     output = step.attend(call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return output.unsqueeze(0), None
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries that grow with their position, in layers without rotation (https://arxiv.org/abs/2501.19399)."""
+
+    floor: float
+    """Positions that share a factor."""
+    scale: float
+
+    def scaled(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return q [1, H, T, D] of tokens at `positions` [T], each times its factor."""
+        factors = torch.log1p(torch.floor((positions.float() + 1.0) / self.floor)) * self.scale + 1.0
+        return (query * factors[:, None]).to(query.dtype)
 
 
 class AttentionProbe:
@@ -95,5 +114,9 @@ def use_paged_attention(hf_model: Any) -> None:
     hf_model.set_attn_implementation(ATTENTION)
     chunks = attention_chunks(hf_model.config.get_text_config())
     for module in hf_model.modules():
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            # transformers counts a step's rows here, which belong to several sequences and begin anywhere.
+            module.stemma_temperature = Temperature(module.floor_scale, module.attn_scale)
+            module.attn_temperature_tuning = False
         if (chunk := chunks.get(getattr(module, "layer_idx", None))) is not None:
             module.stemma_chunk = chunk  # transformers tells it by a mask alone

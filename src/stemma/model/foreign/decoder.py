@@ -17,7 +17,7 @@ from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.recurrence import NativeRecurrence
 from stemma.model.entry_attention import EntryAttentionStep
 from stemma.model.foreign.adapters import AdaptedModules
-from stemma.model.foreign.attention import STEP_KEYWORD, AttentionProbe
+from stemma.model.foreign.attention import POSITIONS_KEYWORD, STEP_KEYWORD, AttentionProbe
 from stemma.model.foreign.recurrence import (
     PagedStates,
     ProbedStates,
@@ -135,7 +135,7 @@ class ModuleDecoder:
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=logits_rows,
-            **{STEP_KEYWORD: step, **options},
+            **{STEP_KEYWORD: step, POSITIONS_KEYWORD: positions, **options},
         )
         logits: torch.Tensor = output.logits[0]
         return logits

@@ -21,7 +21,21 @@ def pack_modules(
     report: Callable[[float], None] = lambda _share: None,
 ) -> None:
     """Pack experts, latents and linear layers of `model`; `report` gets the share done, 0..1."""
+    _linear_columns(model)
     pack_experts(model, weights, packing)
     pack_latents(model, packing.kernels)
     pack_grouped(model, packing)
     pack_linears(model, weights, packing, plain_layers(model), report)
+
+
+def _linear_columns(model: nn.Module) -> None:
+    """Put plain linear layers in place of GPT-2's: torch rounds their rows by the number of rows."""
+    from transformers.pytorch_utils import Conv1D
+
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, Conv1D):
+                linear = nn.Linear(layer.nx, layer.nf, device="meta")
+                linear.weight = nn.Parameter(layer.weight.T.contiguous(), requires_grad=False)
+                linear.bias = layer.bias
+                setattr(parent, name, linear)

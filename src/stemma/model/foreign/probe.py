@@ -11,7 +11,7 @@ from stemma.errors import ModelError, UnsupportedModel
 from stemma.memory.device.layout import WindowGroup
 from stemma.model.attention import SUPPORTED, AttentionCall
 from stemma.model.compression import compressed_layout
-from stemma.model.foreign.attention import STEP_KEYWORD, AttentionProbe
+from stemma.model.foreign.attention import POSITIONS_KEYWORD, STEP_KEYWORD, AttentionProbe
 from stemma.model.foreign.recurrence import ProbedStates, cache_of, divert, running
 from stemma.model.kept_kv import KVShape
 from stemma.model.recurrence import TorchRecurrence
@@ -36,12 +36,13 @@ def probe(
     options = {} if states is None else cache_of(hf_model)
     with torch.inference_mode(), running(states):
         try:
+            positions = torch.tensor([0, last_position], device=hf_model.device)
             hf_model(
                 input_ids=tokens,
-                position_ids=torch.tensor([[0, last_position]], device=hf_model.device),
+                position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=torch.tensor([1], device=hf_model.device),
-                **{STEP_KEYWORD: recorder, **options},
+                **{STEP_KEYWORD: recorder, POSITIONS_KEYWORD: positions, **options},
             )
         except TypeError as error:
             raise UnsupportedModel(f"{name} doesn't take our keywords: {error}. {SUPPORTED}") from error

@@ -19,7 +19,8 @@ from stemma.errors import UnsupportedModel
 from stemma.model.attention import SUPPORTED
 from stemma.model.families.registry import TESTED
 from stemma.model.foreign_code import foreign_code
-from stemma.model.selfcheck import CHUNKS, LIMITS, NUM_TOKENS, Reference, check_logits, median_error
+from stemma.model.same_bits import median_error
+from stemma.model.selfcheck import CHUNKS, LIMITS, NUM_TOKENS, Reference, check_logits
 
 LARGE_BYTES = 2 << 30
 """Weights of all layers together above which only some layers are checked."""

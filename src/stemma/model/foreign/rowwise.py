@@ -32,7 +32,7 @@ GRAIN = 32768
 _ELEMENTWISE: frozenset[Operation] = frozenset(
     {
         *(torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.rsqrt, torch.Tensor.rsqrt),
-        *(F.silu, F.gelu, F.softplus, torch.erf, torch.Tensor.erf),
+        *(F.silu, F.gelu, F.softplus, torch.erf, torch.Tensor.erf, torch.log1p),
     }
 )
 _MATMUL: frozenset[Operation] = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})

@@ -11,6 +11,7 @@ import hashlib
 import struct
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -93,6 +94,8 @@ class Match:
 @dataclass(slots=True, eq=False)
 class _Kept:
     answer: WrittenAnswer
+    used_at: float
+    """Seconds since 1970, since it outlives the process."""
     text: str | None = None
     """Decoded at its first use."""
 
@@ -124,8 +127,21 @@ class _Scope:
 class WrittenAnswers:
     """The answers used last, as far as `max_bytes` reach, ids and texts counted. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, max_bytes: int, thinking_end: str = "</think>") -> None:
-        """`thinking_end`: what models write behind their thinking."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_bytes: int,
+        thinking_end: str = "</think>",
+        *,
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`thinking_end`: what models write behind their thinking.
+
+        `ttl_s`: answers that weren't used for so long are dropped.
+        """
+        self._ttl_s = ttl_s
+        self._clock = clock
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._thinking_end = thinking_end
@@ -143,21 +159,36 @@ class WrittenAnswers:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def answers(self) -> list[WrittenAnswer]:
-        """Return all, the one used least lately first."""
+    def answers(self) -> list[tuple[WrittenAnswer, float]]:
+        """Return all, the one used least lately first, each with the time of its last use."""
         with self._lock:
-            return [kept.answer for kept in self._kept.values()]
+            return [(kept.answer, kept.used_at) for kept in self._kept.values()]
 
-    def keep(self, answer: WrittenAnswer) -> None:
-        """Keep an answer. One that is known stays as it is, so that prompts which hold it do, too."""
+    def expire(self) -> int:
+        """Drop what wasn't used for `ttl_s`; return how many."""
+        if self._ttl_s is None:
+            return 0
+        number, since = 0, self._clock() - self._ttl_s
+        with self._lock:
+            while self._kept and (oldest := next(iter(self._kept.values()))).used_at < since:
+                self._drop(oldest.answer.name)
+                number += 1
+        return number
+
+    def keep(self, answer: WrittenAnswer, used_at: float | None = None) -> None:
+        """Keep an answer. One that is known stays as it is, so that prompts which hold it do, too.
+
+        `used_at`: None: now.
+        """
         if not len(answer.token_ids):
             return
-        name = answer.name
+        name, used_at = answer.name, self._clock() if used_at is None else used_at
         with self._lock:
             if name in self._kept:
+                self._kept[name].used_at = max(used_at, self._kept[name].used_at)
                 self._kept.move_to_end(name)
                 return
-            kept = _Kept(answer)
+            kept = _Kept(answer, used_at)
             if kept.num_bytes > self._max_bytes // 2:
                 return
             here = self._at.setdefault(answer.place.key, [])
@@ -186,6 +217,7 @@ class WrittenAnswers:
 
         Of several answers at one place that which agrees longest; of equal ones the first written.
         """
+        self.expire()
         found: list[Match] = []
         end = 0
         for begin, key in self._keys(scope, text):
@@ -256,6 +288,7 @@ class WrittenAnswers:
         with self._lock:
             name = kept.answer.name
             if name in self._kept:
+                self._kept[name].used_at = self._clock()
                 self._kept.move_to_end(name)
 
     def _make_room(self) -> None:

@@ -30,12 +30,20 @@ class WrittenHistory(Collector):
 
     @classmethod
     def of(
-        cls, settings: ServerSettings, engine: EngineClient, metrics: ServerMetrics
+        cls,
+        settings: ServerSettings,
+        engine: EngineClient,
+        metrics: ServerMetrics,
+        *,
+        ttl_s: float | None = None,
     ) -> WrittenHistory | None:
-        """Return what the settings ask for, shown by `metrics`; None: exact history is off."""
+        """Return what the settings ask for, shown by `metrics`; None: exact history is off.
+
+        `ttl_s`: answers that weren't used for so long are dropped.
+        """
         if settings.exact_history == "off":
             return None
-        written = WrittenAnswers(engine.tokenizer, settings.history_memory)
+        written = WrittenAnswers(engine.tokenizer, settings.history_memory, ttl_s=ttl_s)
         found = cls(HistoryJoiner(written, engine.tokenizer), _log(written, settings.history_memory, engine))
         metrics.register(found)
         return found

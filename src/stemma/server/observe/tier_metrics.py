@@ -81,9 +81,19 @@ def _transfers(stats: TransferStats) -> Iterable[Metric]:
         ("stemma_loads", "Loads started for requests", loads.num_loads),
         ("stemma_late_loads", "Loads that reached their time limit", loads.num_late_loads),
         ("stemma_prefetches", "Prompts looked up ahead of their turn", loads.num_prefetches),
-        ("stemma_dropped_writes", "Blocks not copied down: staging full", stats.num_dropped_writes),
     ):
         yield CounterMetricFamily(name, text, value=number)
+    dropped = CounterMetricFamily(
+        "stemma_dropped_writes", "Blocks not copied down: no room in the transfer buffer", labels=["reason"]
+    )
+    for reason, count in stats.dropped_writes.items():
+        dropped.add_metric([reason], count)
+    yield dropped
+    yield GaugeMetricFamily(
+        "stemma_waiting_writes",
+        "Blocks of the device that wait for room in the transfer buffer",
+        value=stats.num_waiting_writes,
+    )
     yield GaugeMetricFamily(
         "stemma_queued_load_blocks",
         "Blocks of loads and prefetches that haven't ended",
@@ -115,7 +125,8 @@ def tiers_as_json(stats: TransferStats) -> dict[str, Any]:
         "loaded_blocks": {tier.value: n for tier, n in loads.loaded_blocks.items()},
         "prefetched_blocks": {tier.value: n for tier, n in loads.prefetched_blocks.items()},
         "lost_blocks": {f"{tier.value}:{result.value}": n for (tier, result), n in loads.lost_blocks.items()},
-        "num_dropped_writes": stats.num_dropped_writes,
+        "dropped_writes": dict(stats.dropped_writes),
+        "num_waiting_writes": stats.num_waiting_writes,
         "num_queued_blocks": stats.num_queued_blocks,
         "compute_s_per_block": stats.compute_s_per_block,
         "missing_by_rank": {str(rank): n for rank, n in stats.missing_by_rank.items()},

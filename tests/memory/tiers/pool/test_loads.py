@@ -71,7 +71,7 @@ class Rig:
             TransferPolicy({}, load_timeout_s=1000.0),
             time.monotonic,
             block_size=LAYOUT.block_size,
-            staging_bytes=16 * BLOCK,
+            num_staging_slots=16,
         )
         self.attach()
 
