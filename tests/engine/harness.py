@@ -19,7 +19,7 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
-from stemma.types import FinishReason, as_tokens
+from stemma.types import NO_RETENTION, FinishReason, Retention, as_tokens
 
 MAX_STEPS = 20_000
 
@@ -103,12 +103,12 @@ class Harness:
         *,
         request_id: str | None = None,
         namespace: Namespace = DEFAULT_NAMESPACE,
+        retention: Retention = NO_RETENTION,
     ) -> str:
         request_id = request_id or f"r{next(self._numbers)}"
         params = params or greedy(4)
-        self.engine.add(
-            self.engine.checked(GenerationRequest(request_id, as_tokens(prompt), params, namespace))
-        )
+        asked = GenerationRequest(request_id, as_tokens(prompt), params, namespace, retention=retention)
+        self.engine.add(self.engine.checked(asked))
         self.answers[request_id] = Answer()
         return request_id
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,8 @@ from stemma.engine.ranks.leader import Ranks
 from stemma.engine.ranks.messages import Open
 from stemma.engine.ranks.settings import pool_part
 from stemma.errors import ConfigError
-from stemma.memory.cache.states import CachedStates, Places
+from stemma.memory.cache.checkpoints import Places
+from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
@@ -116,7 +117,9 @@ def make_kv(
     return LeadingKV(layout, sizes.num_blocks, device, ranks, num_states=sizes.num_states)
 
 
-def make_states(settings: CacheSettings, kv: DeviceKV, lower: LowerTiers | None) -> CachedStates | None:
+def make_states(
+    settings: CacheSettings, kv: DeviceKV, lower: LowerTiers | None, clock: Callable[[], float]
+) -> CachedStates | None:
     """Return what keeps the states of recurrent layers and windows; None: the model has neither."""
     if not kv.num_states and not kv.num_pages:
         return None
@@ -133,9 +136,10 @@ def make_states(settings: CacheSettings, kv: DeviceKV, lower: LowerTiers | None)
         places,
         settings.block_size,
         lower,
-        time.monotonic,
+        clock,
         interval=settings.state_interval,
         keeps=settings.enable_prefix_cache,
+        policy=make_policy(settings.eviction),
     )
 
 

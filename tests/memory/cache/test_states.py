@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stemma.memory.cache.checkpoints import Places
 from stemma.memory.cache.lease import Lease
-from stemma.memory.cache.states import CachedStates, Places
+from stemma.memory.cache.slots import Slots
+from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.layout import WindowGroup
 from stemma.prefix.keys import KeySpace, Namespace
 
@@ -327,6 +329,30 @@ def test_windows_keep_what_a_wrong_draft_leaves() -> None:
     assert states.land(lease, 104, num_computed=102)
     assert lease.state is not None
     assert lease.state.position == 102
+
+
+@pytest.mark.parametrize("num_checkpoints", [200, 2000])
+def test_the_work_of_taking_a_state_does_not_grow_with_what_is_kept(
+    num_checkpoints: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = make_states(num_checkpoints)
+    looked_at = 0
+    holders = Slots.holders
+
+    def counted(slots: Slots, place: int) -> int:
+        nonlocal looked_at
+        looked_at += 1
+        return holders(slots, place)
+
+    for prompt in range(num_checkpoints + 10):
+        if prompt == num_checkpoints:
+            monkeypatch.setattr(Slots, "holders", counted)
+        lease = lease_of(prompt, 64)
+        assert states.begin(lease, 0)
+        run(states, lease, 64)
+        states.end(lease)
+    assert states.num_evicted == 10
+    assert 0 < looked_at < 100
 
 
 @dataclass

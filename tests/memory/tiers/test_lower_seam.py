@@ -62,7 +62,9 @@ class DictTiers(LowerTiers):
     def must_probe(self) -> bool:
         return False
 
-    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
+    def load(
+        self, keys: Sequence[BlockKey], block_ids: Sequence[int], num_spared: int | None = None
+    ) -> Future[int]:
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         self.loads.append((list(keys), list(block_ids), future))

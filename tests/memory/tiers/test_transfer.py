@@ -435,6 +435,36 @@ def test_estimates_decide_how_much_to_load() -> None:
     assert estimator.is_worth_loading(Tier.DISK)
 
 
+def test_a_tier_far_away_is_worth_it_for_much_at_once() -> None:
+    """200 ms away, a millisecond a block; computing a block takes ten."""
+    estimator = LoadEstimator(16, ManualClock())
+    estimator.observe_prefill(1600, 1.0)
+    for count in (64, 1, 8, 64, 2):
+        estimator.observe_load(Tier.POOL, count, 0.2 + 0.001 * count)
+    assert estimator.load_s(Tier.POOL, 64) == pytest.approx(0.264, rel=0.05)
+    assert estimator.load_s(Tier.POOL, 1) == pytest.approx(0.201, rel=0.05)
+    assert estimator.num_worth_loading([Tier.POOL] * 10) == 0
+    assert estimator.num_worth_loading([Tier.POOL] * 40) == 40
+    for _ in range(30):  # reads of one size say nothing new of the latency
+        estimator.observe_load(Tier.POOL, 64, 0.264)
+    assert estimator.num_worth_loading([Tier.POOL] * 10) == 0
+    for _ in range(30):  # it came nearer
+        estimator.observe_load(Tier.POOL, 64, 0.064)
+    assert estimator.num_worth_loading([Tier.POOL] * 10) == 10
+
+
+def test_blocks_that_spare_nothing_cost_their_time() -> None:
+    estimator = LoadEstimator(16, ManualClock())
+    assert estimator.gain_s([Tier.DISK] * 100, 16) > 0, "nothing is known"
+    estimator.observe_prefill(1600, 1.0)
+    assert estimator.gain_s([Tier.DISK] * 100, 16) > 0, "what a read costs isn't known"
+    for count in (1, 10, 100):
+        estimator.observe_load(Tier.DISK, count, 0.1 + 0.005 * count)
+    assert estimator.gain_s([Tier.DISK] * 100, 1600) == pytest.approx(0.4, rel=0.01)
+    assert estimator.gain_s([Tier.DISK] * 300, 1600) == pytest.approx(-0.6, rel=0.01)
+    assert estimator.gain_s([Tier.DISK] * 100, 1600, num_queued=100) == pytest.approx(-0.1, abs=0.01)
+
+
 def test_blocks_of_others_in_the_queue_count_as_waiting_time() -> None:
     estimator = LoadEstimator(16, ManualClock())
     estimator.observe_prefill(1600, 1.0)

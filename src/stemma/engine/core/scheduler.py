@@ -491,6 +491,8 @@ class Scheduler:
                     error = GenerationFailed(lease.load_error)
                     self.failed.append((sequence.state.request.request_id, error))
                     continue
+                if lease.pending is not None:
+                    continue  # a state within what arrived is loaded
                 self._loading.remove(sequence)
                 sequence.start(lease, num_recomputed=self._num_recomputed)
                 self._run(sequence)

@@ -279,7 +279,7 @@ class CacheControl:
                 num_good = position + 1
 
         try:
-            if lease.pending is not None:
+            while lease.pending is not None:
                 await asyncio.wait([asyncio.wrap_future(lease.pending.num_loaded)])
                 await self._run(lambda: self._cache.finish_load(lease))
             num_good = first = lease.num_cached_tokens // size

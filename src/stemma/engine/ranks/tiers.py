@@ -59,10 +59,28 @@ class RankedTiers(LowerTiers):
 
     def match(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
         """Return the tiers, on rank 0, of the leading keys that all ranks have and that are worth loading."""
+        return self._common(keys, self._own.match)
+
+    @override
+    def held(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
+        return self._common(keys, self._own.held)
+
+    @override
+    def gain_s(self, tiers: Sequence[Tier], num_tokens: int) -> float:
+        return self._own.gain_s(tiers, num_tokens)
+
+    @override
+    def choose(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
+        return self._own.choose(keys)
+
+    def _common(
+        self, keys: Sequence[BlockKey], find: Callable[[Sequence[BlockKey]], Sequence[Tier]]
+    ) -> Sequence[Tier]:
+        """Return what rank 0's tiers find, as far as all ranks have it."""
         if not keys or not self._own.stores:
             return ()
         asked = self._ranks.ask("num_held", list(keys))
-        own = self._own.match(keys)
+        own = find(keys)
         counts = [self._own.num_held(keys), *(self._ranks.result(one) for one in asked)]
         self._note(counts)
         return own[: min(counts)]
@@ -75,10 +93,12 @@ class RankedTiers(LowerTiers):
         held = min(self._ranks.result(one) for one in self._ranks.ask("num_held", list(keys)))
         return replace(left, num_blocks=min(left.num_blocks, held)) if held else None
 
-    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
+    def load(
+        self, keys: Sequence[BlockKey], block_ids: Sequence[int], num_spared: int | None = None
+    ) -> Future[int]:
         """Load on all ranks; the result, once all of them are done, is what arrived on every rank."""
         parts = self._ranks.load(list(keys), list(block_ids))
-        return _together([self._own.load(keys, block_ids), *parts], self._note)
+        return _together([self._own.load(keys, block_ids, num_spared), *parts], self._note)
 
     def prefetch(
         self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str] = ()

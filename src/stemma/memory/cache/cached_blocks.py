@@ -6,7 +6,7 @@ knowledge of all this change together, and only here. Pins belong to leases: `le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -55,9 +55,11 @@ class CachedBlocks:
         policy_name: str,
         block_costs: npt.NDArray[np.float32] | None,
         clock: Callable[[], float],
+        on_left: Callable[[Sequence[BlockKey]], None] | None = None,
     ) -> None:
         """`lower` is told what enters, is used and is evicted, `elsewhere` for whom something enters.
 
+        `on_left` learns the keys of full blocks that left, before they may be written again.
         For the others see `PrefixCache`.
         """
         self.index = index
@@ -74,6 +76,7 @@ class CachedBlocks:
         self._elsewhere = elsewhere
         self._block_costs = block_costs
         self._clock = clock
+        self._on_left = on_left
         self._records = BlockRecords(allocator.num_blocks, index.block_size, policy_name)
 
     @property
@@ -194,6 +197,10 @@ class CachedBlocks:
         """Return whether a block is in the index."""
         return self._records.num_tokens(block_id) > 0
 
+    def all_keys(self) -> set[BlockKey]:
+        """Return the keys of all blocks in the index (slow)."""
+        return {block.key for block in self._describe(np.flatnonzero(self.present()).astype(np.int32))}
+
     def present(self) -> npt.NDArray[np.bool_]:
         """Return which blocks are in the index, shape [num_blocks]."""
         return self._records.present()
@@ -261,10 +268,12 @@ class CachedBlocks:
         self, block_ids: BlockIds, blocks: list[DeviceBlock], reason: MissReason, cause: str = ""
     ) -> None:
         """Free blocks that left the index, and remember their ghosts."""
+        keys = tuple(block.key for block in blocks if block.num_tokens == self._block_size)
+        if self._on_left is not None:
+            self._on_left(keys)
         self._records.drop(blocks, reason, self._clock(), cause)
         self.ahead.drop(block_ids)
         self._allocator.free(block_ids)
         self.version += 1
-        keys = tuple(block.key for block in blocks if block.num_tokens == self._block_size)
         if self.events is not None and keys:
             self.events.put(BlocksRemoved(keys, Tier.DEVICE))

@@ -39,6 +39,8 @@ class PendingLoad:
     """How many leading blocks arrived; fewer than requested is a miss, not an error."""
     num_state_blocks: int = 0
     """Blocks of a recurrent state that follow them."""
+    num_lost: int = 0
+    """Blocks of a load before this one that didn't arrive."""
     stop: Callable[[], None] | None = None
     """Ends a load ahead of need with the blocks that have arrived."""
 
@@ -127,6 +129,7 @@ class Lease:
         "buffer",
         "cached_by_tier",
         "has_loaded_state",
+        "has_retried",
         "is_ahead",
         "load_error",
         "miss",
@@ -178,6 +181,8 @@ class Lease:
         """The sequence's state, if the model has recurrent layers (states.py)."""
         self.has_loaded_state: bool | None = None
         """Whether a load brought all of a recurrent state; None: none was to be loaded."""
+        self.has_retried = False
+        """Whether an earlier state was loaded after a load that brought too little."""
         self.load_error: str | None = None
         """Why a load failed, if the policy is to fail the request."""
 

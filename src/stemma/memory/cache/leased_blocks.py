@@ -194,13 +194,15 @@ class LeasedBlocks:
 
     def free_blocks(self, lease: Lease) -> None:
         """Unpin and free the blocks of a lease that isn't registered, and its recurrent state, now."""
-        if self._states is not None:
-            self._states.end(lease)
         if self._cached is not None:
             held = lease.block_table[: lease.num_committed]
             if lease.retention.renews:
                 self._cached.renew_hints(lease, held)
+                if self._states is not None:
+                    self._states.renew_hints(lease)
             self._cached.index.unpin(held)
+        if self._states is not None:
+            self._states.end(lease)
         self._allocator.free(lease.block_table)
         self._tails.pop(lease, None)
         lease.num_blocks = lease.num_committed = 0

@@ -42,6 +42,7 @@ from stemma.prefix.explain import (
     Miss,
     MissReason,
     load_failed,
+    load_passed_over,
     no_state,
 )
 from stemma.prefix.image_ids import before_images, told_apart
@@ -125,6 +126,7 @@ class PrefixCache:
                 policy_name=policy_name,
                 block_costs=block_costs,
                 clock=clock,
+                on_left=None if states is None else states.drop_behind,
             )
         self._leased = LeasedBlocks(self.block_size, buffer, self._allocator, self._cached, states)
         self._rests = Rests(self._leased)
@@ -218,8 +220,8 @@ class PrefixCache:
         loads = self._loads if max_cached is None else None
         hit = None
         if self._state_hits is not None:
-            tiers, keys = loads.match(lease, found) if loads is not None else ((), [])
-            hit = self._state_hits.find(lease, found, tiers, keys)
+            tiers, keys = loads.match(lease, found, is_worth=False) if loads is not None else ((), [])
+            hit = self._state_hits.find(lease, found, tiers, keys, may_load=loads is not None)
             found = hit.found
         num_full = found.num_full_blocks(self.block_size)
         self._leased.share(lease, found.block_ids[:num_full])
@@ -272,7 +274,10 @@ class PrefixCache:
         pieces = () if hit is None else hit.pieces
         if loads is not None and (tiers or pieces):
             state = [] if self._states is None or not pieces else self._states.blocks_of(lease)
-            loads.start(lease, num_full, tiers, [*keys, *pieces], state)
+            num_spared = None if hit is None else hit.num_spared // self.block_size
+            loads.start(lease, num_full, tiers, [*keys, *pieces], state, num_spared)
+        elif hit is not None and hit.passed_over is not None:
+            lease.miss = load_passed_over(*hit.passed_over, hit.position, is_awaited=True)
         elif hit is not None and hit.num_with_kv > hit.position:
             lease.miss = no_state(hit.num_with_kv, hit.position)
         else:
@@ -418,21 +423,42 @@ class PrefixCache:
             self._lower.observe_prefill(num_tokens, seconds)
 
     def finish_load(self, lease: Lease) -> None:
-        """Commit the blocks that a finished load delivered. The rest must be computed."""
+        """Commit the blocks that a finished load delivered. The rest must be computed.
+
+        If KV arrived and not the state behind it, one within that KV is loaded next: `lease.pending` is set.
+        """
         assert self._loads is not None
         assert lease.pending is not None
-        num_asked = lease.pending.first + len(lease.pending.tiers)
+        num_asked, num_lost = lease.pending.first + len(lease.pending.tiers), lease.pending.num_lost
         num_held = self._loads.finish(lease)
+        num_lost += num_asked - num_held
         if self._states is not None:
+            if lease.has_loaded_state is False and self._load_earlier(lease, num_held, num_lost):
+                return
             self._finish_state(lease, num_held)
         self.commit(lease, lease.num_cached_tokens)
         found = Match(lease.num_cached_tokens, lease.block_table[:num_held])
-        if num_held < num_asked:
-            lease.miss = load_failed(num_asked - num_held, lease.num_cached_tokens)
+        if num_lost:
+            lease.miss = load_failed(num_lost, lease.num_cached_tokens)
         elif lease.state is not None and lease.state.branch > lease.num_cached_tokens:
             lease.miss = no_state(lease.state.branch, lease.num_cached_tokens)
         else:
             lease.miss = self._explain(lease, found, 0)
+
+    def _load_earlier(self, lease: Lease, num_held: int, num_lost: int) -> bool:
+        """Load a state that stands within the blocks that arrived, once; False: none is worth it."""
+        assert self._states is not None
+        assert self._state_hits is not None
+        if lease.load_error is not None or self._loads is None or lease.has_retried:
+            return False
+        hit = self._state_hits.earlier(lease, num_held * self.block_size)
+        if hit is None or not self._states.begin_earlier(lease, hit.position):
+            return False
+        lease.has_retried = True
+        state = self._states.blocks_of(lease)
+        num_spared = hit.num_spared // self.block_size
+        self._loads.start(lease, num_held, (), hit.pieces, state, num_spared, num_lost)
+        return True
 
     def _finish_state(self, lease: Lease, num_held: int) -> None:
         """Have a lease whose load ended go on from a state that is there, whose tokens count as cached."""
@@ -537,7 +563,7 @@ class PrefixCache:
         if self._cached is not None:
             self._cached.events = sink
         if self._states is not None:
-            self._states.events = sink
+            self._states.watch(sink)
         if self._lower is not None:
             self._lower.watch(sink)
 
@@ -545,10 +571,13 @@ class PrefixCache:
         """Set how many device blocks each owner (`Namespace.owner`) may hold; others hold any number.
 
         Whoever holds more loses own blocks at once, leaves first and the least recently used of them first,
-        except those that requests hold; these go when the requests end.
+        except those that requests hold; these go when the requests end. Of the places of checkpoints each may
+        hold the same share.
         """
         if self._cached is not None:
             self._cached.set_quotas(quotas)
+        if self._states is not None:
+            self._states.set_quotas({owner: quota / self.num_blocks for owner, quota in quotas.items()})
 
     def flush(self) -> int:
         """Drop every block that no lease holds; return how many."""
@@ -573,8 +602,14 @@ class PrefixCache:
         They are prompt and answer; the last one was never computed. This is no use of them: it only says who
         may come back for them, and when.
         """
-        if self._cached is not None:
-            self._cached.conclude(self._match(namespace, tokens), len(tokens) - 1, conclusion)
+        if self._cached is None:
+            return
+        found = self._match(namespace, tokens)
+        self._cached.conclude(found, len(tokens) - 1, conclusion)
+        if self._states is not None:
+            num_full = found.num_full_blocks(self.block_size)
+            keys = self._cached.keys(found.block_ids[:num_full])
+            self._states.conclude(keys, num_full * self.block_size, conclusion)
 
     @property
     def index(self) -> PrefixIndex | None:
@@ -613,7 +648,7 @@ class PrefixCache:
             self._lower.check()
         self._leased.check()
         if self._states is not None:
-            self._states.check(self._leased.leases)
+            self._states.check(self._leased.leases, None if self._cached is None else self._cached.all_keys())
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> Match:
         if self._cached is None or len(tokens) < 2:

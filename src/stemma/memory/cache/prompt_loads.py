@@ -25,12 +25,17 @@ class PromptLoads:
         self._block_size = key_space.block_size
         self._takes_tails = takes_tails
 
-    def match(self, lease: Lease, found: Match) -> tuple[tuple[Tier, ...], list[BlockKey]]:
-        """Return the tiers of the leading blocks that lower tiers have beyond `found`, and all keys tried."""
+    def match(
+        self, lease: Lease, found: Match, *, is_worth: bool = True
+    ) -> tuple[tuple[Tier, ...], list[BlockKey]]:
+        """Return the tiers of the leading blocks that lower tiers have beyond `found`, and all keys tried.
+
+        Only of those that are worth loading by themselves; without `is_worth`, of all.
+        """
         last = (lease.num_tokens - 1) // self._block_size
         keys = [lease.key(i) for i in range(found.num_full_blocks(self._block_size), last)]
         keys += self._tail_key(lease.key_before(last), lease.tokens, found)
-        tiers = tuple(self._lower.match(keys))
+        tiers = tuple(self._lower.match(keys) if is_worth else self._lower.held(keys))
         return tiers[: self._told_apart(lease, found.num_full_blocks(self._block_size), len(tiers))], keys
 
     def prefetch(
@@ -75,18 +80,22 @@ class PromptLoads:
         tiers: tuple[Tier, ...],
         keys: Sequence[BlockKey],
         state: Sequence[int] = (),
+        num_spared: int | None = None,
+        num_lost: int = 0,
     ) -> None:
         """Load what `match` found, one block for each of `tiers`, into the lease's table from `first` on.
 
-        `state`: blocks for a recurrent state, whose keys follow those of the table's blocks.
+        `state`: blocks for a recurrent state, whose keys follow those of the table's blocks. `num_spared`:
+        see `LowerTiers.load`; `num_lost`: blocks that a load before this one didn't bring.
         """
         block_ids = [*lease.block_table[first : first + len(tiers)].tolist(), *state]
         wanted = keys[: len(block_ids)]
         if lease.is_ahead:
             future, stop = self._lower.load_ahead(wanted, block_ids)
-            lease.pending = PendingLoad(first, tiers, future, len(state), stop)
+            lease.pending = PendingLoad(first, tiers, future, len(state), num_lost, stop)
         else:
-            lease.pending = PendingLoad(first, tiers, self._lower.load(wanted, block_ids), len(state))
+            future = self._lower.load(wanted, block_ids, num_spared)
+            lease.pending = PendingLoad(first, tiers, future, len(state), num_lost)
 
     def finish(self, lease: Lease) -> int:
         """Record the result of a finished load on the lease; return how many leading blocks have KV.

@@ -12,27 +12,24 @@ Below the device a checkpoint is blocks like any other, under keys of its own (`
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
 
+from stemma.errors import IntegrityError
+from stemma.memory.cache.checkpoints import Checkpoints, Places
 from stemma.memory.cache.lease import Lease, LeaseState, StateMove
-from stemma.memory.cache.slots import Slots
 from stemma.memory.device.layout import WindowGroup
-from stemma.memory.kv_events import BlocksRemoved, CheckpointStored, KVEventSink
-from stemma.memory.tiers.device_block import DeviceBlock
+from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.lower import LowerTiers
-from stemma.prefix.keys import owner_tag
-from stemma.types import BlockKey, Tier
+from stemma.prefix.eviction.policy import Conclusion, EvictionPolicy
+from stemma.types import BlockKey
 
 CHECKPOINT_TOKENS = 64
 """Checkpoints lie at multiples of this number of tokens, or of a larger block."""
 _WINDOWS_APART = 16
 _NEAR, _MOST_PIECES = 4, 4096
-_STATE, _PAGE = b"stemma.state", b"stemma.window"
 
 
 def _least_interval(windows: WindowGroup | None) -> int:
@@ -44,38 +41,6 @@ def _least_interval(windows: WindowGroup | None) -> int:
     if windows is None:
         return 0
     return windows.window if windows.is_chunked else _WINDOWS_APART * windows.window
-
-
-@dataclass(slots=True)
-class _Checkpoint:
-    state: int | None
-    pages: tuple[int, ...]
-    blocks: tuple[DeviceBlock, ...]
-    """Its blocks as the tiers below see them; empty without any."""
-    pieces: tuple[BlockKey, ...]
-    """Keys of its blocks below the device; others know it by the last one."""
-    gap: int
-    """Tokens that computing it again would cost, from the checkpoint before it."""
-    used_at: float
-    num_uses: int = 1
-    is_below: bool = False
-    """It was loaded from a tier below."""
-    is_rolling: bool = False
-    """Taken behind an answer's tokens while it was written: the next one replaces it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where states and pages lie on the device."""
-
-    num_states: int
-    state_blocks: Callable[[int], range]
-    """Takes a state; returns the ids of its blocks."""
-    num_pages: int = 0
-    page_blocks: Callable[[int], range] = lambda _page: range(0)
-    copy_page: Callable[[int, int], None] = lambda _source, _target: None
-    windows: WindowGroup | None = None
-    """Layers with windows, which have pages; None: there are none."""
 
 
 class CachedStates:
@@ -90,36 +55,39 @@ class CachedStates:
         *,
         interval: int,
         keeps: bool = True,
+        policy: EvictionPolicy | None = None,
     ) -> None:
-        """Without `keeps` there are no checkpoints."""
+        """Without `keeps` there are no checkpoints. `policy` ranks them; None: the least recently used go."""
         self.unit = int(np.lcm(CHECKPOINT_TOKENS, block_size))
-        self.num_evicted = 0
+        self._kept = Checkpoints(places, block_size, lower, clock, policy)
+        self._states, self._pages = self._kept.states, self._kept.pages
         self._places, self._block_size = places, block_size
         interval = max(interval, _least_interval(places.windows))
         self._interval = -(-interval // self.unit) * self.unit
-        self._lower, self._clock, self._keeps = lower, clock, keeps
-        self._states, self._pages = Slots(places.num_states), Slots(places.num_pages)
-        self.events: KVEventSink | None = None
-        """Learns of checkpoints that enter and leave the device; None: nobody does."""
-        self._untold: list[tuple[BlockKey, _Checkpoint]] = []
-        """Checkpoints that entered since `tell`."""
-        self._checkpoints: dict[BlockKey, _Checkpoint] = {}
-        self._key_of: dict[int, BlockKey] = {}
-        """Checkpoints by their state."""
+        self._keeps = keeps
 
     @property
     def num_checkpoints(self) -> int:
         """Checkpoints on the device."""
-        return len(self._checkpoints)
+        return len(self._kept)
+
+    @property
+    def num_evicted(self) -> int:
+        """Checkpoints that were dropped for room, quotas, or with their KV."""
+        return self._kept.num_evicted
+
+    def watch(self, sink: KVEventSink) -> None:
+        """Tell `sink` of checkpoints that enter and leave the device."""
+        self._kept.events = sink
 
     @property
     def has_room(self) -> bool:
         """Whether a sequence that begins finds a state and a page."""
-        return self._can_take(self._states) and self._can_take(self._pages)
+        return self._kept.can_take(self._states) and self._kept.can_take(self._pages)
 
     def has(self, key: BlockKey) -> bool:
         """Whether there is a checkpoint behind the block with this key."""
-        return key in self._checkpoints
+        return key in self._kept
 
     def deepest(self, keys: npt.NDArray[np.uint8], num_tokens: int) -> int:
         """Return the position of the deepest checkpoint within the leading `num_tokens`; 0: there is none.
@@ -127,7 +95,7 @@ class CachedStates:
         `keys` [n, 32]: those of the leading full blocks, at least as many as `num_tokens` fill.
         """
         for position in range(num_tokens // self.unit * self.unit, 0, -self.unit):
-            if BlockKey(keys[position // self._block_size - 1].tobytes()) in self._checkpoints:
+            if BlockKey(keys[position // self._block_size - 1].tobytes()) in self._kept:
                 return position
         return 0
 
@@ -138,30 +106,40 @@ class CachedStates:
 
         `num_with_kv`: how far KV was cached.
         """
-        found = None if not position else self._checkpoints[self._key_at(lease, position)]
-        if found is not None and found.state is not None and not self._can_take(self._states):
+        found = None if not position else self._kept[self._key_at(lease, position)]
+        if found is not None and found.state is not None and not self._kept.can_take(self._states):
             if self._states.holders(found.state) > 1:
                 return False  # somebody goes on from it already, and there is nowhere to write
         elif not self.has_room:
             return False
         self._go_on(lease, position, num_with_kv)
         if found is not None:
-            self._use(found)
+            self._kept.use(found)
         return True
 
     def begin_loading(self, lease: Lease, position: int, num_with_kv: int) -> bool:
         """Begin a sequence whose checkpoint is loaded first: it goes to `blocks_of` the lease."""
         own = LeaseState(None, position, num_with_kv)
         lease.state = own
-        if self._states.count and (state := self._take(self._states)) is not None:
+        if self._states.count and (state := self._kept.take(self._states)) is not None:
             own.state = state
-        for block in self._window_blocks(position):
-            if (page := self._take(self._pages)) is not None:
+        for block in self._kept.window_blocks(position):
+            if (page := self._kept.take(self._pages)) is not None:
                 own.pages[block] = page
-        is_whole = len(own.pages) == len(self._window_blocks(position))
+        is_whole = len(own.pages) == len(self._kept.window_blocks(position))
         if is_whole and (own.state is not None or not self._states.count):
             return True
         self.end(lease)
+        return False
+
+    def begin_earlier(self, lease: Lease, position: int) -> bool:
+        """Begin once more, with an earlier checkpoint that is loaded; False: from what is here."""
+        assert lease.state is not None
+        branch = lease.state.branch
+        self.end(lease)
+        if self.begin_loading(lease, position, branch):
+            return True
+        lease.state = LeaseState(None, 0, branch)
         return False
 
     def finish_loading(self, lease: Lease, keys: npt.NDArray[np.uint8], num_tokens: int) -> int:
@@ -201,9 +179,9 @@ class CachedStates:
         position = self.deepest(lease.keys(num_tokens // self._block_size), num_tokens)
         if not position:
             return
-        found = self._checkpoints[self._key_at(lease, position)]
+        found = self._kept[self._key_at(lease, position)]
         for slots in (self._states, self._pages):
-            if self._num_spare(slots) - len(self._held(found, slots)) < slots.count // 2:
+            if self._kept.num_spare(slots) - len(self._kept.held(found, slots)) < slots.count // 2:
                 return
         found.is_rolling = False
         self._go_on(lease, position, 0)
@@ -216,7 +194,7 @@ class CachedStates:
         """
         if position % self.unit or not 0 < position <= lease.num_tokens or not self._keeps:
             return None
-        if self._key_at(lease, position) in self._checkpoints:
+        if self._key_at(lease, position) in self._kept:
             return None
         self.end(lease)
         if not self.begin_loading(lease, position, 0):
@@ -228,7 +206,7 @@ class CachedStates:
         own = lease.state
         assert own is not None
         self._enter(lease, own.position, own.state, is_rolling=False)
-        self.tell()
+        self._kept.tell()
 
     def held(self, lease: Lease) -> tuple[int, list[tuple[BlockKey, int]]]:
         """Return where the checkpoint that a lease holds lies, and its blocks' keys and ids; 0: none."""
@@ -266,14 +244,14 @@ class CachedStates:
             return True
         last = own.state
         if last is None or num_drafts or self._states.holders(last) > 1:
-            last = self._take(self._states)
-            if last is None and not num_drafts and own.state is not None and self._take_back(own.state):
+            last = self._kept.take(self._states)
+            if last is None and not num_drafts and own.state is not None and self._kept.take_back(own.state):
                 last = own.state
             if last is None:
                 return False
         snapshots: list[tuple[int, int]] = []
         for position in self._wanted(lease, start, end):
-            if position == end or (state := self._take(self._states)) is None:
+            if position == end or (state := self._kept.take(self._states)) is None:
                 break
             snapshots.append((position, state))
         own.move = StateMove(own.state, last, tuple(snapshots))
@@ -304,7 +282,7 @@ class CachedStates:
             wanted = [position for position in wanted if position == num_computed]
         for position in wanted:
             self._enter(lease, position, own.state, is_rolling=num_computed - start == 1)
-        for block in [block for block in own.pages if block < self._first_block(num_computed)]:
+        for block in [block for block in own.pages if block < self._kept.first_block(num_computed)]:
             self._pages.release(own.pages.pop(block))
         return True
 
@@ -312,7 +290,7 @@ class CachedStates:
 
     def piece_keys(self, lease: Lease, position: int) -> list[BlockKey]:
         """Return the keys of the blocks that hold the checkpoint of a sequence at `position`."""
-        return [piece for piece, _ in self._chain(lease.key, position)]
+        return [piece for piece, _ in self._kept.chain(lease.key, position)]
 
     def likely_pieces(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Return keys to ask a pool for before a prompt is admitted, whose full blocks have these keys.
@@ -327,22 +305,37 @@ class CachedStates:
         for position in dict.fromkeys((*near, *far)):
             if len(pieces) > _MOST_PIECES:
                 break
-            pieces += [piece for piece, _ in self._chain(lambda block: keys[block], position)]
+            pieces += [piece for piece, _ in self._kept.chain(lambda block: keys[block], position)]
         return pieces
 
     def blocks_of(self, lease: Lease) -> list[int]:
         """Return the ids of the blocks of a sequence's state and pages."""
         assert lease.state is not None
-        return self._blocks_of(lease.state.state, [page for _, page in sorted(lease.state.pages.items())])
+        pages = [page for _, page in sorted(lease.state.pages.items())]
+        return self._kept.blocks_of(lease.state.state, pages)
 
     def tell(self) -> None:
         """Tell others and the tiers below of the checkpoints that entered, whose KV is committed by now."""
-        entered, self._untold = self._untold, []
-        for key, one in entered:
-            if self.events is not None:
-                self.events.put(CheckpointStored(one.pieces, key))
-            if self._lower is not None and not one.is_below:
-                self._lower.on_commit(one.blocks)
+        self._kept.tell()
+
+    # -- as with KV -----------------------------------------------------------------------------------
+
+    def drop_behind(self, keys: Iterable[BlockKey]) -> None:
+        """Drop the checkpoints behind KV blocks that left the device, or move them down as these were."""
+        self._kept.drop_behind(keys)
+
+    def renew_hints(self, lease: Lease) -> None:
+        """Let a lease's hints hold for the checkpoints behind its committed blocks, whoever left them."""
+        self._kept.renew_hints(lease, (lease.key(block) for block in range(lease.num_committed)))
+
+    def conclude(self, keys: npt.NDArray[np.uint8], num_tokens: int, conclusion: Conclusion) -> None:
+        """Tell the policy how the request ended whose deepest checkpoint lies within these tokens."""
+        if position := self.deepest(keys, num_tokens):
+            self._kept.conclude(BlockKey(keys[position // self._block_size - 1].tobytes()), conclusion)
+
+    def set_quotas(self, shares: Mapping[str, float]) -> None:
+        """Set which share of all places each owner (`Namespace.owner`) may hold; others hold any."""
+        self._kept.set_quotas(shares)
 
     def flush(self, pinned: Iterable[Lease] = ()) -> int:
         """Drop all checkpoints but those that these leases hold (`pin`); return how many."""
@@ -351,15 +344,16 @@ class CachedStates:
             for lease in pinned
             if lease.state is not None and lease.state.position
         }
-        dropped = [key for key in self._checkpoints if key not in kept]
-        for key in dropped:
-            self._drop(key)
-        return len(dropped)
+        return self._kept.flush(kept)
 
-    def check(self, leases: Sequence[Lease]) -> None:
-        """Raise IntegrityError unless states and pages agree with their holders (slow)."""
-        held_states = [one.state for one in self._checkpoints.values()]
-        held_pages = [page for one in self._checkpoints.values() for page in one.pages]
+    def check(self, leases: Sequence[Lease], keys: Set[BlockKey] | None = None) -> None:
+        """Raise IntegrityError unless states and pages agree with their holders (slow).
+
+        `keys`: those of the KV blocks on the device; None: whoever asks doesn't know them.
+        """
+        if keys is not None and not self._kept.told_keys <= keys:
+            raise IntegrityError("a checkpoint stands behind KV that has left the device")
+        held_states, held_pages = self._kept.holdings()
         for lease in leases:
             if (own := lease.state) is None:
                 continue
@@ -374,17 +368,6 @@ class CachedStates:
 
     # -- windows --------------------------------------------------------------------------------------
 
-    def _first_block(self, position: int) -> int:
-        """Return the first block whose keys a token at `position` or later may see through a window."""
-        assert self._places.windows is not None
-        return self._places.windows.first_seen(position) // self._block_size
-
-    def _window_blocks(self, position: int) -> range:
-        """Return the full blocks before `position` that tokens from there on see through a window."""
-        if self._places.windows is None:
-            return range(0)
-        return range(self._first_block(position), position // self._block_size)
-
     def _plan_pages(self, own: LeaseState, start: int, end: int) -> bool:
         """Give a sequence pages for tokens [start, end) that it may write; False if there is no room."""
         if self._places.windows is None:
@@ -393,7 +376,7 @@ class CachedStates:
             shared = own.pages.get(block)
             if shared is not None and self._pages.holders(shared) == 1:
                 continue
-            page = self._take(self._pages)
+            page = self._kept.take(self._pages)
             if page is None:
                 return False
             if shared is not None:  # a fork's open page
@@ -411,9 +394,9 @@ class CachedStates:
         """Let a sequence hold a checkpoint and go on from it; at position 0 from nothing."""
         own = LeaseState(None, position, branch)
         if position:
-            found = self._checkpoints[self._key_at(lease, position)]
+            found = self._kept[self._key_at(lease, position)]
             own.state = found.state
-            own.pages.update(zip(self._window_blocks(position), found.pages, strict=True))
+            own.pages.update(zip(self._kept.window_blocks(position), found.pages, strict=True))
             if found.state is not None:
                 self._states.hold(found.state)
             for page in found.pages:
@@ -453,141 +436,17 @@ class CachedStates:
         if not self._keeps:
             return
         key = self._key_at(lease, position)
-        if (known := self._checkpoints.get(key)) is not None:
-            self._use(known)
+        if (known := self._kept.get(key)) is not None:
+            self._kept.use(known)
             return
-        window = self._window_blocks(position)
+        window = self._kept.window_blocks(position)
         if not all(block in own.pages for block in window):
             return  # some were freed while the sequence went on
         if is_rolling and own.rolling is not None:
-            before = self._checkpoints.get(own.rolling)
+            before = self._kept.get(own.rolling)
             if before is not None and before.is_rolling and before.num_uses == 1:
-                self._drop(own.rolling)
+                self._kept.drop(own.rolling, evicted=False)
         pages = tuple(own.pages[block] for block in window)
-        for page in pages:
-            self._pages.hold(page)
-        if state is not None:
-            self._states.hold(state)
-            self._key_of[state] = key
-        chain = self._chain(lease.key, position)
-        entered = _Checkpoint(
-            state,
-            pages,
-            self._describe(lease, chain, state, pages),
-            tuple(piece for piece, _ in chain),
-            max(self.unit, position - own.checkpoint),
-            self._clock(),
-            is_below=is_below,
-            is_rolling=is_rolling,
-        )
-        self._checkpoints[key] = entered
-        self._untold.append((key, entered))
+        self._kept.enter(lease, position, state, pages, is_below=is_below, is_rolling=is_rolling)
         own.checkpoint = position
         own.rolling = key if is_rolling else None
-
-    def _use(self, found: _Checkpoint) -> None:
-        found.used_at, found.num_uses = self._clock(), found.num_uses + 1
-        if self._lower is not None and self._lower.stores:
-            self._lower.on_hit(found.blocks)
-
-    def _chain(self, key_of: Callable[[int], BlockKey], position: int) -> list[tuple[BlockKey, BlockKey]]:
-        """Return key and parent of each block of a checkpoint: its state's, then its pages'."""
-        chain: list[tuple[BlockKey, BlockKey]] = []
-
-        def add(kind: bytes, key: BlockKey, count: int) -> None:
-            parent = key
-            for number in range(count):
-                piece = BlockKey(hashlib.sha256(kind + number.to_bytes(4, "little") + key).digest())
-                chain.append((piece, parent))
-                parent = piece
-
-        if self._states.count:
-            add(_STATE, key_of(position // self._block_size - 1), len(self._places.state_blocks(0)))
-        for block in self._window_blocks(position):
-            add(_PAGE, key_of(block), len(self._places.page_blocks(0)))
-        return chain
-
-    def _describe(
-        self,
-        lease: Lease,
-        chain: Sequence[tuple[BlockKey, BlockKey]],
-        state: int | None,
-        pages: Sequence[int],
-    ) -> tuple[DeviceBlock, ...]:
-        """Return a checkpoint's blocks, whose keys `chain` has, as the tiers below see them; none without."""
-        if self._lower is None:
-            return ()
-        owner = owner_tag(lease.namespace.owner)
-        return tuple(
-            DeviceBlock(block_id, piece, parent, self._block_size, owner=owner)
-            for block_id, (piece, parent) in zip(self._blocks_of(state, pages), chain, strict=True)
-        )
-
-    def _blocks_of(self, state: int | None, pages: Sequence[int]) -> list[int]:
-        blocks = [] if state is None else list(self._places.state_blocks(state))
-        return blocks + [block for page in pages for block in self._places.page_blocks(page)]
-
-    # -- room -----------------------------------------------------------------------------------------
-
-    def _take(self, slots: Slots) -> int | None:
-        """Return a place that nobody holds, dropping checkpoints if need be; None: others hold all."""
-        while not slots.num_free:
-            if not self._evict(slots):
-                return None
-        return slots.take()
-
-    def _can_take(self, slots: Slots) -> bool:
-        return not slots.count or bool(slots.num_free) or any(True for _ in self._evictable(slots))
-
-    def _num_spare(self, slots: Slots) -> int:
-        """Return how many places are free, or held by one checkpoint alone."""
-        held = (place for one in self._checkpoints.values() for place in self._held(one, slots))
-        return slots.num_free + sum(slots.holders(place) == 1 for place in held)
-
-    def _evictable(self, slots: Slots) -> list[tuple[BlockKey, _Checkpoint]]:
-        """Return the checkpoints without which there would be more free places."""
-        return [
-            (key, one)
-            for key, one in self._checkpoints.items()
-            if any(slots.holders(place) == 1 for place in self._held(one, slots))
-        ]
-
-    def _held(self, one: _Checkpoint, slots: Slots) -> Sequence[int]:
-        if slots is self._pages:
-            return one.pages
-        return () if one.state is None else (one.state,)
-
-    def _evict(self, slots: Slots) -> bool:
-        """Drop the checkpoint that is worth the least; False if that frees none of these places.
-
-        Worth is the prefill that it spares, times how likely it is wanted: by the uses it had and the time
-        since the last one.
-        """
-        now = self._clock()
-        found = self._evictable(slots)
-        if not found:
-            return False
-        key, _ = min(found, key=lambda pair: pair[1].gap * pair[1].num_uses / (now - pair[1].used_at + 1.0))
-        self._drop(key)
-        self.num_evicted += 1
-        return True
-
-    def _drop(self, key: BlockKey) -> None:
-        self.tell()
-        one = self._checkpoints.pop(key)
-        if self._lower is not None:
-            self._lower.on_evict(one.blocks)
-        if self.events is not None:
-            self.events.put(BlocksRemoved(one.pieces[-1:], Tier.DEVICE))
-        if one.state is not None:
-            del self._key_of[one.state]
-            self._states.release(one.state)
-        for page in one.pages:
-            self._pages.release(page)
-
-    def _take_back(self, state: int) -> bool:
-        """Drop the checkpoint that one sequence alone goes on from, so that it may write in place."""
-        if self._states.holders(state) == 2 and state in self._key_of:
-            self._drop(self._key_of[state])
-            return True
-        return False

@@ -47,13 +47,31 @@ class LowerTiers(Protocol):
         about to load.
         """
 
+    def held(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
+        """Return the tiers of the leading keys that requests may wait for, worth loading or not."""
+        return self.match(keys)
+
+    def gain_s(self, tiers: Sequence[Tier], num_tokens: int) -> float:
+        """Return the seconds saved by loading blocks of these tiers if `num_tokens` needn't be computed then.
+
+        Only their order counts where loading is wanted anyway.
+        """
+        return float(num_tokens)
+
+    def choose(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
+        """Count a use of blocks that `held` found and that are loaded now; return where they came from."""
+        return self.held(keys)
+
     def passed_over(self, keys: Sequence[BlockKey]) -> PassedOver | None:
         """Return what the tiers have of `keys`, which `match` left out; None if not even the first."""
 
-    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
+    def load(
+        self, keys: Sequence[BlockKey], block_ids: Sequence[int], num_spared: int | None = None
+    ) -> Future[int]:
         """Copy each key's bytes into its device block.
 
-        The result is how many leading blocks arrived; a failure is a smaller number, or StorageError if the
+        `num_spared`: blocks of a prompt that needn't be computed then; None: as many as are loaded. The
+        result is how many leading blocks arrived; a failure is a smaller number, or StorageError if the
         policy is to fail the request. Until then the blocks stay reserved.
         """
 

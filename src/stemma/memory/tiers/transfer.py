@@ -190,9 +190,29 @@ class TierTransfer(LowerTiers):
 
     @override
     def match(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
-        found = self._loadable(keys)
+        found = self.held(keys)
         if not self._policy.load_always:
             found = found[: self.estimator.num_worth_loading(found, self._loads.num_queued_blocks)]
+        return self._chosen(keys, found)
+
+    @override
+    def held(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
+        found = self._locate(keys)
+        if self._policy.prefetch == "best_effort":
+            found = found[: next((n for n, tier in enumerate(found) if tier is not Tier.HOST), len(found))]
+        return found
+
+    @override
+    def gain_s(self, tiers: Sequence[Tier], num_tokens: int) -> float:
+        if self._policy.load_always:
+            return float(num_tokens)
+        return self.estimator.gain_s(tiers, num_tokens, self._loads.num_queued_blocks)
+
+    @override
+    def choose(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
+        return self._chosen(keys, self.held(keys))
+
+    def _chosen(self, keys: Sequence[BlockKey], found: Sequence[Tier]) -> Sequence[Tier]:
         in_host = [key for key, tier in zip(keys, found, strict=False) if tier is Tier.HOST]
         if self._host is not None and in_host:
             self._host.touch(in_host)
@@ -200,7 +220,7 @@ class TierTransfer(LowerTiers):
 
     def num_held(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading keys `match` finds, worth loading or not."""
-        return len(self._loadable(keys))
+        return len(self.held(keys))
 
     @override
     def passed_over(self, keys: Sequence[BlockKey]) -> PassedOver | None:
@@ -211,8 +231,11 @@ class TierTransfer(LowerTiers):
         return PassedOver(len(found), found[0], is_awaited)
 
     @override
-    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
-        return self._loads.load(keys, block_ids, self._load_limit_s(len(keys)))
+    def load(
+        self, keys: Sequence[BlockKey], block_ids: Sequence[int], num_spared: int | None = None
+    ) -> Future[int]:
+        limit_s = self._load_limit_s(len(keys) if num_spared is None else num_spared)
+        return self._loads.load(keys, block_ids, limit_s)
 
     @override
     def load_ahead(
@@ -247,13 +270,6 @@ class TierTransfer(LowerTiers):
             parent, keys, self._policy.load_timeout_s, probe=self.must_probe, owners=owners
         )
         return Prefetch(task.probe, task.stop)
-
-    def _loadable(self, keys: Sequence[BlockKey]) -> list[Tier]:
-        """Return the tiers of the leading keys that requests may wait for."""
-        found = self._locate(keys)
-        if self._policy.prefetch == "best_effort":
-            found = found[: next((n for n, tier in enumerate(found) if tier is not Tier.HOST), len(found))]
-        return found
 
     def _locate(self, keys: Sequence[BlockKey]) -> list[Tier]:
         found: list[Tier] = []

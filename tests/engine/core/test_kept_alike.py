@@ -1,0 +1,201 @@
+"""What stays on the device, and for whom: alike for plain KV, windows and recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests import hybrids
+from tests.checkpoints import build
+from tests.engine.harness import Harness, greedy, prompt
+
+from stemma.config.settings import TierSettings
+from stemma.engine.build import assemble_engine
+from stemma.engine.llm import engine_settings
+from stemma.engine.output.output import OutputProcessor
+from stemma.model.causal_lm import CausalLM
+from stemma.model.loading import load_model
+from stemma.model.tokenizer import Tokenizer
+from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
+from stemma.supervision import LoggingSupervisor
+from stemma.types import Retention, RetentionHint, Tier
+
+FAMILIES = {
+    "plain": ("qwen2", "800KB"),
+    "windowed": ("gemma3_text", "2MB"),
+    "recurrent": ("qwen3_next", "1MB"),
+}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    family, memory = FAMILIES[request.param]
+    path = tmp_path_factory.mktemp(family)
+    path = build(family, path) if request.param == "plain" else hybrids.build(family, path / "model")
+    return path, memory, load_model(engine_settings(path).model), Tokenizer(path)
+
+
+Make = Callable[..., tuple[Harness, Clock]]
+
+
+@pytest.fixture
+def make(loaded: tuple[Path, str, CausalLM, Tokenizer]) -> Make:
+    path, memory, model, tokenizer = loaded
+
+    def made(*, tiers: TierSettings | None = None, **fields: Any) -> tuple[Harness, Clock]:
+        chosen = {
+            "kv_cache_memory": memory,
+            "block_size": 16,
+            "max_batch_tokens": 64,
+            "eviction": "retention",
+        }
+        settings = engine_settings(
+            path, **(chosen | {"speculation": "off", "overlap_schedule": "off"} | fields)
+        )
+        settings = settings.model_copy(update={"tiers": tiers or settings.tiers})
+        clock = Clock()
+        parts = assemble_engine(settings, model, tokenizer, LoggingSupervisor(), clock=clock)
+        return Harness(parts.engine, OutputProcessor(tokenizer), parts.key_space, parts.tiers), clock
+
+    return made
+
+
+def serve(
+    harness: Harness,
+    tokens: np.ndarray,
+    *,
+    hint: RetentionHint | None = None,
+    namespace: Namespace = DEFAULT_NAMESPACE,
+    renews: bool = False,
+) -> int:
+    """Return how many tokens of a prompt were cached."""
+    retention = Retention(hint or RetentionHint(), renews=renews)
+    name = harness.add(tokens, greedy(2), namespace=namespace, retention=retention)
+    harness.run()
+    report = harness.answers[name].cache
+    assert report is not None
+    return report.num_cached_tokens
+
+
+def longer(tokens: np.ndarray) -> np.ndarray:
+    return np.concatenate([tokens, prompt(9999, 5)])
+
+
+@pytest.mark.parametrize("eviction", ["retention", "hazard"])
+def test_what_has_priority_stays(make: Make, eviction: str) -> None:
+    harness, _ = make(eviction=eviction)
+    first = prompt(1, 200)
+    serve(harness, first, hint=RetentionHint(100))
+    for number in range(40):
+        serve(harness, prompt(10 + number, 200), hint=RetentionHint(10))
+    assert serve(harness, longer(first)) >= 192
+
+
+def test_without_hints_the_oldest_goes(make: Make) -> None:
+    harness, _ = make()
+    for number in range(40):
+        serve(harness, prompt(10 + number, 200))
+    assert serve(harness, longer(prompt(10, 200))) == 0
+    assert serve(harness, longer(prompt(49, 200))) >= 192
+
+
+def test_hints_can_be_renewed(make: Make) -> None:
+    harness, _ = make()
+    first = prompt(1, 200)
+    serve(harness, first)
+    serve(harness, longer(first), hint=RetentionHint(100), renews=True)
+    for number in range(40):
+        serve(harness, prompt(10 + number, 200), hint=RetentionHint(10))
+    assert serve(harness, longer(first)) >= 192
+
+
+def test_what_outlived_its_time_goes_first(make: Make) -> None:
+    harness, clock = make()
+    lasting, mortal = prompt(1, 200), prompt(2, 200)
+    serve(harness, lasting)
+    serve(harness, mortal, hint=RetentionHint(100, ttl_s=5.0))
+    clock.now += 10.0
+    number = 0
+    while harness.cache.match(DEFAULT_NAMESPACE, longer(mortal)) >= 192:
+        serve(harness, prompt(10 + number, 200))
+        number += 1
+        assert number < 40
+    assert serve(harness, longer(lasting)) >= 192
+
+
+def test_who_holds_too_much_takes_nobody_elses(make: Make) -> None:
+    harness, _ = make()
+    ada, bob = Namespace("a", owner="ada"), Namespace("b", owner="bob")
+    harness.cache.set_quotas({"bob": harness.cache.num_blocks // 8})
+    first = prompt(1, 200)
+    serve(harness, first, namespace=ada)
+    for number in range(40):
+        serve(harness, prompt(10 + number, 260), namespace=bob)
+    assert serve(harness, longer(first), namespace=ada) >= 192
+
+
+def test_nothing_stands_behind_kv_that_has_left(make: Make) -> None:
+    harness, _ = make()
+    prompts = [prompt(number, 40 + 37 * number % 300) for number in range(60)]
+    for tokens in prompts:
+        serve(harness, tokens)
+        harness.cache.check()
+    states, index = harness.cache.states, harness.cache.index
+    assert index is not None
+    for tokens in prompts if states is not None else ():
+        assert states is not None
+        keys = harness.key_space.roots(DEFAULT_NAMESPACE).chain(tokens)
+        deepest = max((number for number, key in enumerate(keys, 1) if states.has(key)), default=0)
+        assert index.match(DEFAULT_NAMESPACE, tokens).num_tokens >= 16 * deepest
+
+
+def restarted(make: Make, path: Path, tokens: np.ndarray, **fields: Any) -> Harness:
+    """Serve a prompt, and start again with an empty device over the disk that it is on."""
+    tiers = TierSettings(**({"disk_cache": path, "disk_cache_size": "40MB", "load_when": "faster"} | fields))
+    before, _ = make(tiers=tiers)
+    serve(before, tokens)
+    assert before.cache.below.drain(10.0)
+    before.engine.close()
+    return make(tiers=tiers)[0]
+
+
+def test_a_load_that_takes_longer_than_computing_is_passed_over(make: Make, tmp_path: Path) -> None:
+    """Blocks of KV load somewhat faster than they are computed; those of a checkpoint come on top."""
+    tokens = prompt(1, 200)
+    harness = restarted(make, tmp_path, tokens)
+    assert harness.tiers is not None
+    estimator = harness.tiers.estimator
+    estimator.observe_prefill(1600, 1.0)  # 10 ms a block
+    for count in (1, 10):
+        estimator.observe_load(Tier.DISK, count, 0.0085 * count)
+    name = harness.add(longer(tokens), greedy(2))
+    harness.run()
+    report = harness.answers[name].cache
+    assert report is not None
+    if harness.cache.is_plain:
+        assert report.num_cached_tokens == 192
+    else:
+        assert report.num_cached_tokens == 0
+    harness.engine.close()
+
+
+def test_a_load_that_is_faster_is_taken(make: Make, tmp_path: Path) -> None:
+    tokens = prompt(1, 200)
+    harness = restarted(make, tmp_path, tokens)
+    assert harness.tiers is not None
+    harness.tiers.estimator.observe_prefill(1600, 1.0)
+    for count in (1, 10):
+        harness.tiers.estimator.observe_load(Tier.DISK, count, 0.004 * count)
+    assert serve(harness, longer(tokens)) == 192
+    harness.engine.close()
