@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -87,6 +87,8 @@ class Ask:
     """A hash of the prompt's beginning; 0: of the first block."""
     max_output: int | None = None
     """Tokens that the answer may have; None: the request doesn't say."""
+    chains: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Names of the same prompt's blocks by other sizes, for replicas that have these."""
 
     @property
     def home(self) -> int:
@@ -242,6 +244,8 @@ class Placements:
         self._router = router
         self._expected: list[dict[int, int]] = [{} for _ in range(num_replicas)]
         """By replica: block -> requests under way that will leave it there."""
+        self.block_sizes: dict[int, int] = {}
+        """By replica, where it is known: tokens of its blocks."""
         self._num_placed = 0
         """Tokens that replicas were sent to compute since the start."""
 
@@ -253,14 +257,27 @@ class Placements:
 
     def order(self, ask: Ask, among: Sequence[int] | None = None) -> list[int]:
         """Return all replicas for a request, or those of `among`, best first."""
-        depths = self.depths(ask.chain)
+        depths = self.depths(ask)
         if among is None:
             return self._router.order(ask, self.loads, depths)
         order = self._router.order(ask, [self.loads[r] for r in among], [depths[r] for r in among])
         return [among[place] for place in order]
 
-    def depths(self, chain: Sequence[int]) -> list[int]:
-        """Return how many leading blocks each replica holds or is computing."""
+    def depths(self, ask: Ask) -> list[int]:
+        """Return how many leading blocks of the prompt each replica holds or is computing.
+
+        A replica whose blocks have another size counts by tokens, in whole blocks of the prompt's size.
+        """
+        depths = self._depths_by(ask.chain)
+        for size, chain in ask.chains.items():
+            if size in self.block_sizes.values():
+                others = self._depths_by(chain)
+                for replica, its_size in self.block_sizes.items():
+                    if its_size == size:
+                        depths[replica] = others[replica] * size // ask.block_size
+        return depths
+
+    def _depths_by(self, chain: Sequence[int]) -> list[int]:
         depths = self.holdings.depths(chain, len(self.loads))
         for replica, expected in enumerate(self._expected):
             if expected:
@@ -272,8 +289,9 @@ class Placements:
 
     def begin(self, ask: Ask, replica: int) -> Placement:
         """Note that a request was sent to a replica."""
-        held = self.depths(ask.chain)[replica] * ask.block_size
-        placement = Placement(replica, max(1, ask.num_tokens - held), ask.chain)
+        held = self.depths(ask)[replica] * ask.block_size
+        chain = ask.chains.get(self.block_sizes.get(replica, ask.block_size), ask.chain)
+        placement = Placement(replica, max(1, ask.num_tokens - held), chain)
         load = self.loads[replica]
         load.num_requests += 1
         load.num_tokens += placement.num_missing
@@ -288,7 +306,7 @@ class Placements:
                 one_load.num_earlier = earlier
             load.num_recent += placement.num_missing
         expected = self._expected[replica]
-        for one in ask.chain:
+        for one in chain:
             expected[one] = expected.get(one, 0) + 1
         return placement
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,18 @@ class Following:
         sizes = (follower.block_size for follower, _ in self._followed.values())
         return next((size for size in sizes if size is not None), None)
 
+    def block_sizes(self) -> Iterator[tuple[int, int]]:
+        """Yield the place of each server that has told it, and its tokens of a block."""
+        for server, (follower, _) in self._followed.items():
+            member = self._fleet.member(server.url)
+            if member is not None and follower.block_size is not None:
+                yield member.place, follower.block_size
+
+    @property
+    def roots(self) -> frozenset[int]:
+        """Roots of adapters' blocks, as servers name them in events."""
+        return frozenset().union(*(follower.roots for follower, _ in self._followed.values()))
+
     def counters(self) -> Counter[str]:
         """Return what happened to events since the start, by `COUNTERS`."""
         total = Counter(self._left)
@@ -70,6 +82,9 @@ class Following:
         for state, text in _WRONG.items():
             urls = [url for url, one in self.describe().items() if one[state[0]] == state[1]]
             found += [f"{url}: {text}" for url in urls]
+        sizes = {size for _, size in self.block_sizes()}
+        if len(sizes) > 1:
+            found.append(f"servers have blocks of {' and '.join(map(str, sorted(sizes)))} tokens")
         by_address: dict[str | None, list[str]] = {}
         for server in self._followed:
             by_address.setdefault(server.events, []).append(server.url)

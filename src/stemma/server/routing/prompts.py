@@ -27,6 +27,19 @@ GENERATING = (
 POOLED = ("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score")
 """Paths whose requests compute prompts alone."""
 
+PROMPT_FIELDS = (
+    "model",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "reasoning",
+    "enable_thinking",
+    "thinking",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""Fields of a chat beside its messages that its prompt depends on."""
 _OUTPUT_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
 _ANSWERS = ("n", "best_of")
 _HEAD_LENGTH = 1024
@@ -47,6 +60,13 @@ def messages_of(body: Mapping[str, Any]) -> list[Any] | None:
         if not isinstance(messages, list):
             return None
     return messages if not system else [{"role": "system", "content": system}, *messages]
+
+
+def adapter_of(body: Mapping[str, Any]) -> str | None:
+    """Return the name that may be an adapter's: OpenAI's model, TGI's `adapter_id`."""
+    parameters = body.get("parameters")
+    places = (parameters.get("adapter_id") if isinstance(parameters, dict) else None, body.get("model"))
+    return next((name for name in places if isinstance(name, str) and name), None)
 
 
 def tokens_of(body: Mapping[str, Any]) -> list[int] | None:

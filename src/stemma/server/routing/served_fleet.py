@@ -25,11 +25,12 @@ from stemma.cluster.agreement import disagreements
 from stemma.cluster.fleet import Fleet
 from stemma.cluster.routers import ROUTERS, Ask
 from stemma.errors import ConfigError
+from stemma.kv_events.names import adapter_root
 from stemma.server.routing.asking import TOKENIZE_TIMEOUT_S, PromptEncoder, as_tokens, ask_of, pooled_ask_of
 from stemma.server.routing.checks import keep_checking
 from stemma.server.routing.following import Following
 from stemma.server.routing.metrics import counters, fleet_metrics, following_metrics, holdings_metrics
-from stemma.server.routing.prompts import POOLED, messages_of, text_of, tokens_of
+from stemma.server.routing.prompts import POOLED, PROMPT_FIELDS, adapter_of, messages_of, text_of, tokens_of
 from stemma.server.routing.server_list import ServerList
 from stemma.types import TokenArray
 
@@ -101,11 +102,27 @@ class ServedFleet:
             if self._encoder is not None:
                 self._encoder.close()
 
-    async def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Ask:
+    async def ask(self, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Ask:
         """Return a request as the fleet sees it."""
         if path in POOLED:
             return pooled_ask_of(body, self.block_size)
-        return ask_of(body, await self._tokens(body, headers), self.block_size)
+        tokens = await self._tokens(path, body, headers)
+        sizes = self.fleet.placements.block_sizes
+        for place, size in self._following.block_sizes():
+            sizes[place] = size
+        others = set(sizes.values()) - {self.block_size}
+        return ask_of(body, tokens, self.block_size, self._root_of(adapter_of(body)), others)
+
+    def _root_of(self, name: str | None) -> int:
+        """Return the root of the blocks of the adapter that a request names; 0: it names none."""
+        if name is None:
+            return 0
+        hashed = adapter_root(name)
+        told = (one.told.serves for one in self.fleet.members)
+        roots = (dict(one.adapters).get(hashed) for one in told if one is not None)
+        found = next((root for root in roots if root is not None), None)
+        # vLLM tells no adapters, and names their blocks by the adapter's name.
+        return found if found is not None else hashed * (hashed in self._following.roots)
 
     def warnings(self) -> list[str]:
         """Return what an operator should know of the servers, a sentence each."""
@@ -171,10 +188,10 @@ class ServedFleet:
         self.fleet.set_servers(urls)
         self._following.follow(servers)
 
-    async def _tokens(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TokenArray | None:
+    async def _tokens(self, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> TokenArray | None:
         """Return the prompt's token ids; None if they can't be had."""
         if self._encoder is not None:
-            return await self._encoder.tokens(body)
+            return await self._encoder.tokens(path, body)
         given = tokens_of(body)
         if given is not None:
             return as_tokens(given)
@@ -182,7 +199,7 @@ class ServedFleet:
         if text is None and messages is None:
             return None
         fields: dict[str, Any] = {"prompt": text} if messages is None else {"messages": messages}
-        for name in ("model", "tools", "chat_template_kwargs"):
+        for name in PROMPT_FIELDS:
             if name in body:
                 fields[name] = body[name]
         return await self._tokenized_by_a_server(orjson.dumps(fields), headers)
