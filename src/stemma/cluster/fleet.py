@@ -29,6 +29,7 @@ from stemma.cluster.prefill_speed import PrefillSpeed
 from stemma.cluster.retry_budget import RetryBudget
 from stemma.cluster.routers import Ask, Placement, Placements, ReplicaLoad, Router
 from stemma.cluster.told import NOTHING, Told
+from stemma.cluster.waits import Waits
 
 _CROWD = 4
 """A server that tells no seats is taken to have as many as twice the requests of the others' median, and so
@@ -79,6 +80,7 @@ class FleetMember:
     told: Told = NOTHING
     """What it told last with checks."""
     under_way: dict[Try, None] = field(default_factory=dict)
+    first_bytes: Waits = field(default_factory=Waits)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     num_retries: int = 0
     """Requests that it got after another server."""
@@ -232,6 +234,7 @@ class Fleet:
         seconds = self._clock() - one.begun_at
         is_slow = False
         if one.is_streamed:
+            member.first_bytes.observe(seconds)
             member.speed.observe(one.num_tokens, seconds)
             if one.crowding <= 1.0:
                 is_slow = self._measure(one, "prefill", prefill_units(one.num_tokens), seconds)

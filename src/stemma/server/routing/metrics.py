@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stemma.cluster.fleet import Fleet, Outcome
@@ -96,6 +96,10 @@ def fleet_metrics(fleets: Mapping[str, Fleet]) -> Iterable[Metric]:
     seconds = GaugeMetricFamily(
         "stemma_route_prefill_seconds_per_token", "Measured up to the first byte", labels=_BY_SERVER
     )
+    first_bytes = HistogramMetricFamily(
+        "stemma_route_time_to_first_byte_seconds", "From sending a request to its stream's first byte",
+        labels=_BY_SERVER,
+    )  # fmt: skip
     for role, fleet in fleets.items():
         for member in fleet.members:
             labels = [role, member.url]
@@ -106,9 +110,10 @@ def fleet_metrics(fleets: Mapping[str, Fleet]) -> Iterable[Metric]:
             for one in Standing:
                 standing.add_metric([*labels, one.value], member.health.standing is one)
             under_way.add_metric(labels, len(member.under_way))
+            first_bytes.add_metric(labels, member.first_bytes.buckets(), member.first_bytes.sum_s)
             if member.speed.num_samples:
                 seconds.add_metric(labels, member.speed.mean_s)
     lost = sum(fleet.num_lost_retries for fleet in fleets.values())
-    yield from (tries, retries, ejections, standing, under_way, seconds)
+    yield from (tries, retries, ejections, standing, under_way, seconds, first_bytes)
     text = "Requests that failed and weren't sent again, since no server had retries left"
     yield CounterMetricFamily("stemma_route_lost_retries", text, value=lost)

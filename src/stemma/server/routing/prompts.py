@@ -173,14 +173,24 @@ def num_output_of(answer: Any) -> int | None:
     """Return the tokens that a whole answer says it has, in OpenAI's, Anthropic's or TGI's words."""
     if isinstance(answer, list):
         answer = answer[0] if answer else None
-    for part, names in (
-        ("usage", ("completion_tokens", "output_tokens")),
-        ("details", ("generated_tokens",)),
-    ):
-        told = answer.get(part) if isinstance(answer, dict) else None
-        if isinstance(told, dict) and (counts := _counts(told, names)):
-            return counts[0]
-    return None
+    counts = _counts(_part(answer, "usage"), ("completion_tokens", "output_tokens"))
+    counts += _counts(_part(answer, "details"), ("generated_tokens",))
+    return counts[0] if counts else None
+
+
+def num_cached_of(answer: Any) -> int | None:
+    """Return the prompt tokens that a whole answer says were cached, in OpenAI's or Anthropic's words."""
+    usage = _part(answer, "usage")
+    details = (_part(usage, name) for name in ("prompt_tokens_details", "input_tokens_details"))
+    counts = [count for one in details for count in _counts(one, ("cached_tokens",))]
+    counts += _counts(usage, ("cache_read_input_tokens",))
+    return counts[0] if counts else None
+
+
+def _part(whole: Any, name: str) -> dict[str, Any]:
+    """Return an object in an answer; an empty one if there is none."""
+    part = whole.get(name) if isinstance(whole, dict) else None
+    return part if isinstance(part, dict) else {}
 
 
 def one_token_body(path: str, body: dict[str, Any]) -> dict[str, Any]:

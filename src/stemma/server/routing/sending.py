@@ -96,7 +96,7 @@ async def _tried(relay: Relay, one: Try, tries: Tries, outgoing: Outgoing) -> tu
         return None, Outcome.FAILED
     if isinstance(response, Outcome):
         return None, response
-    return await _judged(response, one, outgoing)
+    return await _judged(relay, response, one, outgoing)
 
 
 async def _asked(relay: Relay, one: Try, tries: Tries, outgoing: Outgoing) -> Response | Outcome:
@@ -133,7 +133,7 @@ def _settle(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _judged(response: Response, one: Try, outgoing: Outgoing) -> tuple[Response, Outcome]:
+async def _judged(relay: Relay, response: Response, one: Try, outgoing: Outgoing) -> tuple[Response, Outcome]:
     """Return an answer and what it says; one that nobody can read becomes 502."""
     status = response.status_code
     if status >= 400:
@@ -152,6 +152,7 @@ async def _judged(response: Response, one: Try, outgoing: Outgoing) -> tuple[Res
     parsed = _json(content) if is_small else await asyncio.to_thread(_json, content)
     if parsed is None:
         return _unusable(), Outcome.FAILED
+    relay.note_whole(response, parsed)
     if (num_output := num_output_of(parsed)) is not None:
         one.whole(num_output)
     return response, Outcome.ANSWERED
