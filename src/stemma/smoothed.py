@@ -1,4 +1,4 @@
-"""Mean and deviation of a measured time, the latest values counting most: as TCP does (RFC 6298)."""
+"""Mean and deviation of a measured value, the latest counting most: as TCP does with times (RFC 6298)."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from stemma.cluster.fleet import Fleet, FleetMember, Outcome, Try
 from stemma.cluster.health import Check, Standing
 from stemma.cluster.routers import Ask, CacheAware, LeastLoaded, Rendezvous, RoundRobin
+from stemma.cluster.told import Told, ToldLoad
 from stemma.cluster.tries import Tries
 
 URLS = [f"http://host-{name}:8000" for name in "abcd"]
@@ -200,6 +201,61 @@ def test_a_slow_server_is_ejected_though_it_answers() -> None:
     assert [one.health.num_ejections for one in fleet.members] == [1, 0, 0]
 
 
+def test_a_queue_is_not_sickness() -> None:
+    """One of three has a long queue, so that first bytes come late there; its pace is that of the others."""
+    clock = Clock()
+    fleet = fleet_of(3, clock=clock)
+    for url in URLS[:3]:
+        fleet.note_check(url, Check.SERVES, Told(load=ToldLoad(seats=4)))
+    for _ in range(30):
+        tries = [answered(fleet, clock, url, 1.0) for url in URLS[1:3]]
+        assert all(tries)
+        crowd = [begun_at(fleet, URLS[0]) for _ in range(20)]
+        for number, one in enumerate(crowd):
+            clock.now += 1 if number < 4 else 10
+            one.first_byte()
+        for one in crowd:
+            one.end(Outcome.ANSWERED)
+    assert {one.health.num_ejections for one in fleet.members} == {0}
+
+
+def test_a_slow_server_is_ejected_though_its_answers_come_whole_and_comes_back_when_it_is_well() -> None:
+    clock = Clock()
+    fleet = fleet_of(3, clock=clock)
+    slow = member(fleet, URLS[0])
+    for _ in range(20):
+        for url in URLS[:3]:
+            answered(fleet, clock, url, 2.0 if url == URLS[0] else 0.2, num_output=10)
+        if slow.health.num_ejections:
+            break
+    assert [one.health.num_ejections for one in fleet.members] == [1, 0, 0]
+    for times in range(2, 4):  # a probe that is answered as slowly ejects it again, for longer
+        clock.now += 200
+        assert slow.health.standing is Standing.HALF_OPEN
+        answered(fleet, clock, URLS[0], 2.0, num_output=10)
+        assert (slow.health.standing, slow.health.num_ejections) == (Standing.EJECTED, times)
+    clock.now += 200
+    answered(fleet, clock, URLS[0], 0.2, num_output=10)
+    assert slow.health.standing is Standing.HEALTHY
+
+
+def begun_at(fleet: Fleet, url: str, *, is_streamed: bool = True) -> Try:
+    ask = Ask([], 1000, 16, head=1)
+    return fleet.begin(member(fleet, url), ask, is_retry=False, is_streamed=is_streamed)
+
+
+def answered(fleet: Fleet, clock: Clock, url: str, seconds: float, num_output: int | None = None) -> Try:
+    """Let a server answer a request; with `num_output` tokens at once, else as a stream."""
+    one = begun_at(fleet, url, is_streamed=num_output is None)
+    clock.now += seconds
+    if num_output is None:
+        one.first_byte()
+    else:
+        one.whole(num_output)
+    one.end(Outcome.ANSWERED)
+    return one
+
+
 def test_how_long_to_wait_follows_the_queue_and_an_unstreamed_answer_has_no_limit() -> None:
     clock = Clock()
     fleet = fleet_of(1, clock=clock)
@@ -317,7 +373,7 @@ def test_a_whole_answer_is_late_after_what_it_can_take_at_the_most() -> None:
     ask = Ask([1, 2, 3], 50, 16, max_output=1000)
     assert begun(fleet, ask, is_streamed=False).limit_s is None  # the server told nothing yet
     for url in URLS[:2]:
-        fleet.note_check(url, Check.SERVES, 0.05)
+        fleet.note_check(url, Check.SERVES, Told(decode_s_per_token=0.05))
         fleet.note_check(url, Check.SERVES)  # it keeps what it told
     one = begun(fleet, ask, is_streamed=False)
     assert one.limit_s is not None

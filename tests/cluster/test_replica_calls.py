@@ -38,18 +38,18 @@ def test_a_successor_with_the_same_disk_has_number_and_knowledge() -> None:
     two, _ = homes.take("b", place("disk-1"))
     assert (one.number, two.number) == (0, 1)
     one.follower.take([stored(GPU), stored(CPU), stored(STORAGE, 3)])
-    assert placements.depths(CHAIN) == [4, 0]
+    assert placements.depths(Ask(CHAIN, 10**6, 16)) == [4, 0]
     one.replica = None
     one.follower.restart()
-    assert placements.depths(CHAIN) == [3, 0]
+    assert placements.depths(Ask(CHAIN, 10**6, 16)) == [3, 0]
     again, is_restart = homes.take("c", place("disk-0"))
     assert (again.number, is_restart) == (0, True)
     again.follower.take([BlockRemoved([b"\x02"], STORAGE)])
-    assert placements.depths(CHAIN) == [2, 0]
+    assert placements.depths(Ask(CHAIN, 10**6, 16)) == [2, 0]
     again.replica = None
     other, is_restart = homes.take("d", place("disk-9"))
     assert (other.number, is_restart) == (0, False)
-    assert placements.depths(CHAIN) == [0, 0]
+    assert placements.depths(Ask(CHAIN, 10**6, 16)) == [0, 0]
 
 
 def test_routers_see_those_that_run() -> None:

@@ -119,15 +119,31 @@ def test_requests_under_way_count_as_load_and_as_cached() -> None:
     first = placements.order(ask)[0]
     placement = placements.begin(ask, first)
     assert (placement.num_missing, placements.loads[first].num_tokens) == (50, 50)
-    assert placements.depths([1, 2, 3, 4])[first] == 3
+    assert placements.depths(Ask([1, 2, 3, 4], 66, 16))[first] == 3
     second = placements.begin(ask, first)
     assert second.num_missing == 2
     placements.note_first_token(placement)
     placements.note_first_token(placement)
     assert (placements.loads[first].num_tokens, placements.loads[first].num_running) == (2, 1)
     placements.end(placement)
-    assert placements.depths([1, 2, 3, 4])[first] == 3
+    assert placements.depths(Ask([1, 2, 3, 4], 66, 16))[first] == 3
     placements.end(second)
     load = placements.loads[first]
     assert load == ReplicaLoad(number=first, num_recent=load.num_recent, num_earlier=load.num_earlier)
-    assert placements.depths([1, 2, 3, 4]) == [0, 0]
+    assert placements.depths(Ask([1, 2, 3, 4], 66, 16)) == [0, 0]
+
+
+def test_replicas_with_blocks_of_another_size_count_by_tokens() -> None:
+    placements = Placements(CacheAware(), 2)
+    small, large = list(range(1, 13)), list(range(101, 104))
+    ask = Ask(small, 200, 16, chains={64: large})
+    placements.block_sizes = {0: 16, 1: 64}
+    placements.holdings.store(0, small[:3])
+    placements.holdings.store(1, large[:2])
+    assert placements.depths(ask) == [3, 8]
+    assert placements.order(ask)[0] == 1
+    placement = placements.begin(ask, 1)
+    assert placement.num_missing == 200 - 128
+    assert placements.depths(ask) == [3, 12], "it computes the third of its own blocks now"
+    placements.end(placement)
+    assert placements.depths(ask) == [3, 8]

@@ -120,3 +120,42 @@ async def lose(relay: Relay, publisher: KVEventPublisher, count: int) -> None:
             while relay.num_lost < number:  # one at a time: events that wait together go in one message
                 await asyncio.sleep(0.005)
     relay.loses = False
+
+
+class Wire:
+    """A TCP connection to a publisher that can go dead without a word, as that of a machine that vanishes."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._port = int(endpoint.rpartition(":")[2])
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> Wire:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.go_dead()
+        for writer in self._writers:
+            writer.close()
+
+    def go_dead(self) -> None:
+        """Pass nothing on any more for connections that are there; new ones work."""
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, there[1]]
+        for source, target in ((reader, there[1]), (there[0], writer)):
+            self._tasks.add(asyncio.create_task(self._pass_on(source, target)))
+
+    @staticmethod
+    async def _pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(65_536):
+            target.write(data)
+            await target.drain()
+        target.close()

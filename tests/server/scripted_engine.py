@@ -21,6 +21,7 @@ from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.api import (
     CacheReport,
     DraftCount,
+    EngineLoad,
     EngineStats,
     GenerationRequest,
     Prepared,
@@ -39,10 +40,11 @@ from stemma.model.lora.adapter import LinearShape
 from stemma.model.tokenizer import Tokenizer
 from stemma.model.vision.reading import ImageReader
 from stemma.prefix.eviction.policy import Conclusion
-from stemma.prefix.keys import Namespace
+from stemma.prefix.keys import KeySpace, Namespace
 from stemma.supervision import LoggingSupervisor, Supervisor
 from stemma.types import FinishReason, Tier, TokenArray
 
+IDLE = EngineLoad(num_seats=4)
 WORDS = ("the", "branch", "holds", "every", "leaf", "and", "naïve", "roots", "grow", "日本", "slowly", ".")
 
 
@@ -91,6 +93,8 @@ class ScriptedEngine(EngineClient):
     images: ImageReader | None = None
     abilities: Abilities = field(default_factory=Abilities)
     failure: str | None = None
+    load: EngineLoad = IDLE
+    key_space: KeySpace = field(default_factory=lambda: KeySpace("scripted", "none", 16))
     script: Script = field(default_factory=Script)
     aborted: list[str] = field(default_factory=list)
     concluded: list[tuple[Namespace, list[int], Conclusion]] = field(default_factory=list)

@@ -5,7 +5,9 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from stemma.cluster.told import read_told
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
+from stemma.engine.api import EngineLoad
 from stemma.server.app import create_app
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -22,8 +24,29 @@ async def test_health_follows_draining(engine: ScriptedEngine, settings: Setting
         assert refused.status_code == 503
 
 
+async def test_health_tells_routers_load_and_what_is_served(
+    engine: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    """And names nothing: the model, its template and its adapters are digests."""
+    engine.load = EngineLoad(8, num_running=5, num_waiting=2, kv_in_use=0.25, row_s=0.001)
+    answer = await client.get("/health")
+    told = read_told(answer.content)
+    assert told.load is not None
+    assert told.serves is not None
+    assert (told.load.seats, told.load.running, told.load.waiting, told.load.kv_in_use) == (8, 5, 2, 0.25)
+    assert (told.load.row_s, told.load.seat_s) == (0.001, None)
+    assert told.serves.block_size == 16
+    assert len(told.serves.model) == len(told.serves.kv) == len(told.serves.template) == 16
+    assert "scripted" not in answer.text
+    body = {"prompt": "w1 w2", "max_tokens": 4, "ignore_eos": True}
+    await client.post("/v1/completions", json=body)
+    after = read_told((await client.get("/health")).content).load
+    assert after is not None
+    assert after.answer_tokens == 4.0
+
+
 async def test_health_tells_routers_how_slow_tokens_come(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/health")).json() == {"status": "ok"}
+    assert "decode_s_per_token" not in (await client.get("/health")).json()
     body = {"prompt": "w1 w2", "max_tokens": 4, "ignore_eos": True}
     answer = await client.post("/v1/completions", json=body)
     assert answer.json()["usage"]["completion_tokens"] > 1

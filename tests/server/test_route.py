@@ -71,6 +71,18 @@ async def test_a_request_is_prefilled_on_one_server_and_decoded_on_another(
     assert len(servers["p0"].bodies) == 2
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_prefill_servers_that_make_prompts_slower_are_left_within_ten_requests(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient, streams: bool
+) -> None:
+    for name in ("p0", "p1"):
+        servers[name].pause_s = 0.3
+    for _ in range(14):
+        assert (await proxy.post("/v1/completions", json=REQUEST | {"stream": streams})).status_code == 200
+    assert len(servers["p0"].bodies) + len(servers["p1"].bodies) <= 10
+    assert (await proxy.get("/health")).json()["num_alone"] >= 4
+
+
 async def test_conversations_stay_where_they_are_and_spread(
     servers: dict[str, Upstream], proxy: httpx.AsyncClient
 ) -> None:

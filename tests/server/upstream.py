@@ -26,6 +26,8 @@ class Upstream:
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
         self.hangs = False
+        self.pause_s = 0.0
+        """Before each answer."""
         self.num_left = 0
         """Requests that hung until their client left."""
         self.status = 200
@@ -63,6 +65,7 @@ class Upstream:
                 await asyncio.sleep(0.01)
             self.num_left += 1
         self.headers.append(dict(request.headers))
+        await asyncio.sleep(self.pause_s)
         if body.get("stream") or request.url.path.endswith("_stream"):
             return StreamingResponse(self._events(), self.status, media_type="text/event-stream")
         if self.break_after is not None:

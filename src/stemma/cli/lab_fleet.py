@@ -22,6 +22,7 @@ from stemma.cli.replay import load_trace
 from stemma.cluster.holdings import MAX_BLOCKS
 from stemma.cluster.routers import ROUTERS
 from stemma.errors import ConfigError
+from stemma.lab.fleet.decoding import DecodeModel
 from stemma.lab.fleet.simulation import FleetRun, FleetSettings, one_cache_hits, simulate
 from stemma.lab.fleet.traffic import TenantModel, Traffic, traffic_of
 from stemma.lab.savings import PrefillModel
@@ -60,7 +61,13 @@ def command(
         int, typer.Option(min=1000, help="Blocks that the router knows at most.")
     ] = MAX_BLOCKS,
     prefill_tokens_per_s: Annotated[float, typer.Option(min=1.0, help="Speed of prefill.")] = 10_000.0,
-    decode_tokens_per_s: Annotated[float, typer.Option(min=0.1, help="Speed of each answer.")] = 50.0,
+    decode_tokens_per_s: Annotated[
+        float, typer.Option(min=0.1, help="Speed of an answer that a server computes alone.")
+    ] = 50.0,
+    decode_slowdown: Annotated[
+        float, typer.Option(min=0.0, help="How much longer a step takes for each further answer, as a share.")
+    ] = 0.01,
+    seats: Annotated[int, typer.Option(min=1, help="Answers that each server computes at once.")] = 64,
     seed: Annotated[int, typer.Option(help="Of traffic and faults.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Read only the first N requests.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write as JSON.")] = None,
@@ -76,8 +83,9 @@ def command(
     else:
         warm_blocks = 0 if cold else servers * blocks
         traffic = TenantModel(tenants).traffic_at(busy, servers, seconds, warm_blocks, seed, prefill)
+    decode = DecodeModel(1 / decode_tokens_per_s, decode_slowdown / decode_tokens_per_s)
     settings = FleetSettings(
-        servers, blocks, router, prefill, decode_tokens_per_s,
+        servers, blocks, router, prefill, decode, seats,
         index_blocks=index_blocks, faults=faults, fault_s=fault_s, seed=seed,
     )  # fmt: skip
     with _errors_alone():

@@ -94,7 +94,12 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
             importing = beside.submit(import_module, "stemma.server.runtime")
             # What was imported stays: the look at the end is at the rest.
             gc.freeze()
-            engine = _load(settings, partial(AsyncEngine.from_settings, plan=plan))
+            from stemma.cli.late_pool import without_late_pool
+
+            startable, late = without_late_pool(settings)
+            engine = _load(startable, partial(AsyncEngine.from_settings, plan=plan))
+            if engine.pool is not None:
+                engine.pool.wanted = late
             serve = importing.result().serve
 
         def on_ready(url: str) -> None:

@@ -3,8 +3,9 @@
 Nothing here knows HTTP. A front (a proxy, Envoy's endpoint picker) asks for the tries of a request
 (`tries.py`), sends it, and tells how each try ended.
 
-Failures count against a server (`health.py`), and so do answers that come far later than those of others. A
-failure that a second server repeats is the request's own, and taken back.
+Failures count against a server (`health.py`), and so do answers that come far later than those of others
+(`pace.py`); waiting in a queue doesn't. A failure that a second server repeats is the request's own, and
+taken back.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import xxhash
 
 from stemma.cluster.answer_limit import answer_limit_s
+from stemma.cluster.cost import seats_of
 from stemma.cluster.health import Check, HealthPolicy, ServerHealth, Standing
 from stemma.cluster.holdings import Holdings
+from stemma.cluster.pace import Measure, Pace, prefill_units, whole_units
 from stemma.cluster.prefill_speed import PrefillSpeed
 from stemma.cluster.retry_budget import RetryBudget
 from stemma.cluster.routers import Ask, Placement, Placements, ReplicaLoad, Router
+from stemma.cluster.told import NOTHING, Told
+from stemma.cluster.waits import Waits
 
-_SLOW_FACTOR = 5.0
-"""A server is ejected whose first bytes take this many times as long as those of the median of the others."""
-_SLOW_SAMPLES = 10
-_SLOW_LEAST_S = 1.0
-"""And at least this much longer, for a thousand tokens."""
-_THOUSAND = 1000
+_CROWD = 4
+"""A server that tells no seats is taken to have as many as twice the requests of the others' median, and so
+many more."""
 
 
 class Outcome(StrEnum):
@@ -73,9 +75,12 @@ class FleetMember:
     health: ServerHealth
     budget: RetryBudget
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
-    decode_s_per_token: float | None = None
-    """The slowest gap between tokens of an answer, as it tells with checks; None: it doesn't."""
+    pace: Pace = field(default_factory=Pace)
+    """Of answers that didn't wait in a queue."""
+    told: Told = NOTHING
+    """What it told last with checks."""
     under_way: dict[Try, None] = field(default_factory=dict)
+    first_bytes: Waits = field(default_factory=Waits)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     num_retries: int = 0
     """Requests that it got after another server."""
@@ -161,15 +166,18 @@ class Fleet:
         if url in self._members:
             self._members[url].health.is_draining = True
 
-    def note_check(self, url: str, found: Check, decode_s_per_token: float | None = None) -> None:
+    def note_check(self, url: str, found: Check, told: Told = NOTHING) -> None:
         """Note a check. The requests of a server that fell silent are told so (`Try.on_lost`).
 
-        `decode_s_per_token`: as the server tells; one that tells nothing keeps what it told before.
+        `told`: what the server tells with it; one that tells nothing keeps what it told before.
         """
         member = self._members.get(url)
-        if member is not None:
-            member.decode_s_per_token = decode_s_per_token or member.decode_s_per_token
-        if member is not None and member.health.check(found):
+        if member is None:
+            return
+        member.told = member.told.model_copy(update={n: v for n, v in told if v is not None})
+        if told.load is not None:
+            self.load(member).note_told(told.load)
+        if member.health.check(found):
             for one in tuple(member.under_way):
                 one.on_lost()
 
@@ -198,9 +206,11 @@ class Fleet:
             member.num_retries += 1
         else:
             member.budget.note_request()
+        crowding = self._crowding(member)
         placement = self.placements.begin(ask, member.place)
         num_tokens = self.load(member).num_tokens
         one = Try(self, member, placement, num_tokens, self._clock(), member.health.begin(), is_streamed)
+        one.crowding = crowding
         one.num_predicted = ask.num_tokens - placement.num_missing
         if is_optional:
             one.is_optional = True
@@ -209,7 +219,7 @@ class Fleet:
             one.limit_s = answer_limit_s(
                 member.speed.limit_s(num_tokens),
                 ask.max_output,
-                member.decode_s_per_token,
+                member.told.decode_s_per_token,
                 self.load(member).num_requests - 1,
             )
         member.under_way[one] = None
@@ -221,14 +231,26 @@ class Fleet:
         if one.placement.has_first_token:
             return
         self.placements.note_first_token(one.placement)
-        if one.is_probe:
+        seconds = self._clock() - one.begun_at
+        is_slow = False
+        if one.is_streamed:
+            member.first_bytes.observe(seconds)
+            member.speed.observe(one.num_tokens, seconds)
+            if one.crowding <= 1.0:
+                is_slow = self._measure(one, "prefill", prefill_units(one.num_tokens), seconds)
+                self.load(member).prefill_s = member.pace.prefill.mean_s
+        if one.is_probe and not is_slow:
             one.is_probe = False
             member.health.succeed(is_probe=True)
-        elif one.is_streamed:
-            member.speed.observe(one.num_tokens, self._clock() - one.begun_at)
-            if self._is_slow(member):
-                member.speed = PrefillSpeed()
-                member.health.eject()
+
+    def note_whole(self, one: Try, num_output: int) -> None:
+        """Measure a whole answer that has so many tokens, before the end of its try.
+
+        Behind a queue it takes as many times longer as there are requests for each seat.
+        """
+        if not one.is_streamed:
+            units = whole_units(one.num_missing, num_output)
+            self._measure(one, "whole", units, (self._clock() - one.begun_at) / max(1.0, one.crowding))
 
     def end(self, one: Try, outcome: Outcome, retry_after_s: float) -> int:
         """Count the outcome of a try; return the number of its failure, for `pardon`, or 0."""
@@ -251,17 +273,29 @@ class Fleet:
         self._leave_if_done(member)
         return failure
 
-    def _is_slow(self, member: FleetMember) -> bool:
-        others = [
-            one.speed.mean_s
-            for one in self.members
-            if one is not member and one.speed.num_samples >= _SLOW_SAMPLES
-        ]
-        if not others or member.speed.num_samples < _SLOW_SAMPLES:
+    def _measure(self, one: Try, kind: Literal["prefill", "whole"], units: float, seconds: float) -> bool:
+        """Note what a try's work took; eject its server if that is slow, and return whether it is.
+
+        A probe is judged alone: a server that is still slow is ejected for longer.
+        """
+        member = one.member
+        measure: Measure = getattr(member.pace, kind)
+        each_s = measure.observe(units, seconds)
+        others = [getattr(other.pace, kind).mean_s for other in self.members if other is not member]
+        if not measure.is_slow(each_s if one.is_probe else measure.mean_s, others):
             return False
-        median = statistics.median(others)
-        is_far = (member.speed.mean_s - median) * _THOUSAND > _SLOW_LEAST_S
-        return is_far and member.speed.mean_s > _SLOW_FACTOR * median
+        one.is_probe = False
+        member.speed, member.pace = PrefillSpeed(), Pace()
+        member.health.eject()
+        return True
+
+    def _crowding(self, member: FleetMember) -> float:
+        """Return how many requests a server has for each seat, a further one included."""
+        load = self.load(member)
+        if load.told is not None:
+            return (load.num_there + 1) / seats_of(load.told)
+        others = [self.load(one).num_requests for one in self.members if one is not member]
+        return (load.num_requests + 1) / (2 * statistics.median(others or [0]) + _CROWD)
 
     def _new_member(self, url: str) -> FleetMember:
         # By its name, so that several routers, whatever the order of their lists, agree on homes.
@@ -295,6 +329,7 @@ class Try:
     ) -> None:
         self.member = member
         self.placement = placement
+        self.num_missing = placement.num_missing
         self.num_tokens = num_tokens
         """Prompt tokens that the server has to compute until its first byte, as far as this router knows."""
         self.begun_at = begun_at
@@ -306,6 +341,8 @@ class Try:
         """How long to wait for the first byte, or for a whole answer; None: as long as checks find the server
         alive, since nobody knows how long it takes."""
         self.is_optional = False
+        self.crowding = 0.0
+        """Requests that the server had for each seat; above 1, others had to end first."""
         self.num_predicted = 0
         """Prompt tokens that the server is expected to have cached."""
         self.outcome: Outcome | None = None
@@ -320,6 +357,10 @@ class Try:
     def first_byte(self) -> None:
         """The answer begins: the request isn't sent again. A second call does nothing."""
         self._fleet.note_first_byte(self)
+
+    def whole(self, num_output: int) -> None:
+        """A whole answer of so many tokens is here; `end` follows."""
+        self._fleet.note_whole(self, num_output)
 
     def end(self, outcome: Outcome, retry_after_s: float = 1.0) -> None:
         """The try is over. `retry_after_s`: of a server that didn't begin, how long it is asked last."""

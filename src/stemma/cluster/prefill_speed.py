@@ -43,6 +43,10 @@ class PrefillSpeed:
         """Note that nobody waited longer: it may have become slower, or hang."""
         self._each.mean_s *= _LATE_GROWTH
 
+    def expected_s(self, num_tokens: int) -> float:
+        """Return how long a first byte takes after `num_tokens` prompt tokens."""
+        return self._each.mean_s * (num_tokens + _BASE_TOKENS)
+
     def limit_s(self, num_tokens: int) -> float:
         """Return how long to wait for the first byte after `num_tokens` prompt tokens."""
         return _LEAST_S + _SLACK * self._slowest_s(num_tokens)

@@ -1,12 +1,12 @@
 """Which replica gets a request: five ways, one interface, used by the proxy, Ray Serve and the lab.
 
-`cache-aware` is Stemma's. For each replica it adds up the tokens that the request would have to compute
-there, `_MISS_WEIGHT` times, and the tokens that requests sent there before still have to compute, and takes
-the least. So a request goes where its prefix is, unless the queue there is long; then it goes elsewhere, and
-a hot prefix has two homes. Tokens to compute cost more where much was computed lately, since there they evict
-sooner: so conversations spread over all of the memory. Replicas that cost the same are ordered by rendezvous
-hashing of the prompt's beginning: requests that share a new prefix meet before the first event about it has
-come.
+`cache-aware` is Stemma's. For each replica it adds up what the request costs there in seconds (`cost.py`):
+computing what isn't cached, `_MISS_WEIGHT` times, waiting for the prompts before it and for a seat, and
+slower decoding; and takes the least. So a request goes where its prefix is, unless the queue there is long or
+decoding crowded; then it goes elsewhere, and a hot prefix has two homes. Tokens to compute cost more where
+much was computed lately, since there they evict sooner: so conversations spread over all of the memory.
+Replicas that cost the same are ordered by rendezvous hashing of the prompt's beginning: requests that share a
+new prefix meet before the first event about it has come.
 
 The others are what it is compared with: `round-robin`, `least-loaded`, `rendezvous` (a prefix has one home,
 unless that is overloaded), `prefix-affinity` (Ray Serve's policy: the best match of a history of what was
@@ -18,12 +18,14 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from stemma.cluster.cost import decoding_s, prefill_speeds, waiting_s
 from stemma.cluster.holdings import Holdings
 from stemma.cluster.rendezvous import OVERLOADED_BY, rendezvous_order
+from stemma.cluster.told import ToldLoad
 
 _MISS_WEIGHT = 8
 """A token computed where another replica has it is stored twice, and evicts one that would have been reused.
@@ -33,8 +35,6 @@ _PRESSURE_WEIGHT = 5.0
 """Added cost of a token computed on a replica, for each time that it lately computed, beyond the mean of all,
 what a cache holds: it evicts one there sooner. Without it, six beginnings of prompts stay on four replicas as
 two, two, one and one, and half of the memory holds a third of the conversations (docs/log.md)."""
-_RUNNING_TOKENS = 16
-"""Cost of a running answer for its replica, in prompt tokens: its decodes share the steps."""
 _AFFINITY_IMBALANCE = 8
 _AFFINITY_MATCH = 0.1
 _AFFINITY_BLOCKS = 400_000
@@ -42,7 +42,7 @@ _AFFINITY_BLOCKS = 400_000
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """The work that was sent to a replica and isn't done."""
+    """The work that was sent to a replica and isn't done, and what the replica tells of it."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -56,6 +56,22 @@ class ReplicaLoad:
     """Tokens that caches hold, on the mean of all, and that were computed before this router placed any."""
     number: int | None = None
     """Which replica it is, where a router is shown some of them; None: its place in the list."""
+    told: ToldLoad | None = None
+    """As it told last; None: it tells nothing."""
+    num_elsewhere: int = 0
+    """Requests that others sent there, as it told last."""
+    prefill_s: float | None = None
+    """Seconds for a prompt token, as measured up to first bytes."""
+
+    @property
+    def num_there(self) -> int:
+        """Requests that it has, whoever sent them."""
+        return self.num_requests + self.num_elsewhere
+
+    def note_told(self, told: ToldLoad) -> None:
+        """Take what the replica tells now."""
+        self.told = told
+        self.num_elsewhere = max(0, told.running + told.waiting - self.num_requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +87,8 @@ class Ask:
     """A hash of the prompt's beginning; 0: of the first block."""
     max_output: int | None = None
     """Tokens that the answer may have; None: the request doesn't say."""
+    chains: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Names of the same prompt's blocks by other sizes, for replicas that have these."""
 
     @property
     def home(self) -> int:
@@ -121,11 +139,12 @@ class Rendezvous:
 
 
 class CacheAware:
-    """The least tokens to compute, those of the queue included."""
+    """The least seconds: computing, waiting and decoding."""
 
     def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
-        """Return the replicas by cost: tokens to compute, pressure and running answers."""
+        """Return the replicas by cost (see the module)."""
         ranks = _ranks(ask, loads)
+        speeds = prefill_speeds(loads)
         mean = sum(load.num_recent for load in loads) / len(loads)
         # Where caches were full before, differences of the first requests say nothing of what is evicted.
         filling = mean + sum(load.num_earlier for load in loads) / len(loads)
@@ -134,8 +153,13 @@ class CacheAware:
             load = loads[replica]
             missing = max(1, ask.num_tokens - depths[replica] * ask.block_size)
             pressure = (load.num_recent - mean) / filling if filling else 0.0
-            total = (_MISS_WEIGHT + _PRESSURE_WEIGHT * pressure) * missing
-            return total + load.num_tokens + _RUNNING_TOKENS * load.num_running, ranks[replica]
+            weight = _MISS_WEIGHT + _PRESSURE_WEIGHT * pressure
+            return (
+                weight * missing * speeds[replica]
+                + waiting_s(load, speeds[replica])
+                + decoding_s(load, ask.max_output, speeds[replica]),
+                ranks[replica],
+            )
 
         return sorted(range(len(loads)), key=cost)
 
@@ -220,6 +244,8 @@ class Placements:
         self._router = router
         self._expected: list[dict[int, int]] = [{} for _ in range(num_replicas)]
         """By replica: block -> requests under way that will leave it there."""
+        self.block_sizes: dict[int, int] = {}
+        """By replica, where it is known: tokens of its blocks."""
         self._num_placed = 0
         """Tokens that replicas were sent to compute since the start."""
 
@@ -231,14 +257,27 @@ class Placements:
 
     def order(self, ask: Ask, among: Sequence[int] | None = None) -> list[int]:
         """Return all replicas for a request, or those of `among`, best first."""
-        depths = self.depths(ask.chain)
+        depths = self.depths(ask)
         if among is None:
             return self._router.order(ask, self.loads, depths)
         order = self._router.order(ask, [self.loads[r] for r in among], [depths[r] for r in among])
         return [among[place] for place in order]
 
-    def depths(self, chain: Sequence[int]) -> list[int]:
-        """Return how many leading blocks each replica holds or is computing."""
+    def depths(self, ask: Ask) -> list[int]:
+        """Return how many leading blocks of the prompt each replica holds or is computing.
+
+        A replica whose blocks have another size counts by tokens, in whole blocks of the prompt's size.
+        """
+        depths = self._depths_by(ask.chain)
+        for size, chain in ask.chains.items():
+            if size in self.block_sizes.values():
+                others = self._depths_by(chain)
+                for replica, its_size in self.block_sizes.items():
+                    if its_size == size:
+                        depths[replica] = others[replica] * size // ask.block_size
+        return depths
+
+    def _depths_by(self, chain: Sequence[int]) -> list[int]:
         depths = self.holdings.depths(chain, len(self.loads))
         for replica, expected in enumerate(self._expected):
             if expected:
@@ -250,8 +289,9 @@ class Placements:
 
     def begin(self, ask: Ask, replica: int) -> Placement:
         """Note that a request was sent to a replica."""
-        held = self.depths(ask.chain)[replica] * ask.block_size
-        placement = Placement(replica, max(1, ask.num_tokens - held), ask.chain)
+        held = self.depths(ask)[replica] * ask.block_size
+        chain = ask.chains.get(self.block_sizes.get(replica, ask.block_size), ask.chain)
+        placement = Placement(replica, max(1, ask.num_tokens - held), chain)
         load = self.loads[replica]
         load.num_requests += 1
         load.num_tokens += placement.num_missing
@@ -266,7 +306,7 @@ class Placements:
                 one_load.num_earlier = earlier
             load.num_recent += placement.num_missing
         expected = self._expected[replica]
-        for one in ask.chain:
+        for one in chain:
             expected[one] = expected.get(one, 0) + 1
         return placement
 

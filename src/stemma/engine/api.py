@@ -187,6 +187,22 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is, and how fast: what routers go by."""
+
+    num_seats: int
+    """Sequences that may run at once."""
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_in_use: float = 0.0
+    """Share of the device's blocks that running requests and pins hold."""
+    prefill_s_per_token: float | None = None
+    """None: not measured yet."""
+    row_s: float | None = None
+    """Seconds that one more answer adds to a step of decodes; None: not measured yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since the start and gauges now; what `/metrics` shows."""
 

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -32,7 +32,14 @@ from typing_extensions import override
 
 from stemma.budgets import TENANT_SHARE, Budget
 from stemma.config.settings import EngineSettings, PoolSettings
-from stemma.engine.api import EngineStats, GenerationRequest, Prepared, PromptProgress, RequestOutput
+from stemma.engine.api import (
+    EngineLoad,
+    EngineStats,
+    GenerationRequest,
+    Prepared,
+    PromptProgress,
+    RequestOutput,
+)
 from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.client import EngineClient
 from stemma.engine.core.engine import Engine, describe_error
@@ -136,6 +143,7 @@ class AsyncEngine(EngineClient):
         self.eos_token_ids = engine.limits.eos_token_ids
         self.pool = self.parts.pool
         self.own_directory = self.parts.own_directory
+        self.key_space = self.parts.key_space
         self.cache_control = CacheControl(
             engine, self.parts.device, self.parts.key_space, self._call, num_ranks=self.parts.num_ranks
         )
@@ -170,6 +178,12 @@ class AsyncEngine(EngineClient):
     def failure(self) -> str | None:
         failure = self.supervisor.failure
         return None if failure is None else failure.reason
+
+    @property
+    @override
+    def load(self) -> EngineLoad:
+        load = self._engine.load()
+        return replace(load, num_waiting=load.num_waiting + len(self._arrivals))
 
     @property
     @override

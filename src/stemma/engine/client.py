@@ -9,14 +9,21 @@ from typing import Protocol
 from stemma.budgets import Budget
 from stemma.config.settings import PoolSettings
 from stemma.engine.adapters import AdapterRegistry
-from stemma.engine.api import EngineStats, GenerationRequest, Prepared, PromptProgress, RequestOutput
+from stemma.engine.api import (
+    EngineLoad,
+    EngineStats,
+    GenerationRequest,
+    Prepared,
+    PromptProgress,
+    RequestOutput,
+)
 from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.model.abilities import Abilities
 from stemma.model.tokenizer import Tokenizer
 from stemma.model.vision.reading import ImageReader
 from stemma.prefix.eviction.policy import Conclusion
-from stemma.prefix.keys import Namespace
+from stemma.prefix.keys import KeySpace, Namespace
 from stemma.supervision import Supervisor
 from stemma.types import TokenArray
 
@@ -45,12 +52,18 @@ class EngineClient(Protocol):
     """None: the prefix cache is off."""
     own_directory: Path | None
     """Directory of the disk tier, where this server alone may write what is to outlive it; None: nowhere."""
+    key_space: KeySpace
+    """What its KV depends on beside tokens: two servers with equal ones give equal KV."""
     supervisor: Supervisor
     """Learns of errors in the threads that the server starts; one of them stops the engine."""
 
     @property
     def failure(self) -> str | None:
         """Why the engine stopped serving, if one of its threads failed; None while it serves."""
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is now; never waits for a step."""
 
     @property
     def budgets(self) -> tuple[Budget, ...]:

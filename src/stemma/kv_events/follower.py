@@ -30,6 +30,7 @@ from stemma.kv_events.schema import (
 from stemma.types import TokenArray
 
 Words = npt.NDArray[np.uint64]
+_MOST_ROOTS = 1024
 _TIERS = {1: GPU, 2: CPU, 4: STORAGE}
 """By bit in `BlocksHeld.tiers`."""
 
@@ -67,6 +68,8 @@ class Follower:
         self.num_events = 0
         self.num_unplaced = 0
         """Blocks of events whose tokens or predecessors aren't known."""
+        self.roots: set[int] = set()
+        """Of adapters whose blocks it told of; a few, the first."""
         self._has_kv: dict[int, bool] = {}
         """Groups of layers that the server told the kind of: whether their blocks hold KV of every token."""
 
@@ -142,6 +145,8 @@ class Follower:
             self.num_unplaced += len(event.block_hashes)
             return
         self.block_size = event.block_size
+        if event.lora_name and len(self.roots) < _MOST_ROOTS:
+            self.roots.add(adapter_root(event.lora_name))
         batch.store(event.medium or GPU, event.block_hashes, chain_of(tokens, event.block_size, parent))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.datastructures import State
@@ -33,6 +33,7 @@ from stemma.server.observe.refusals import Refusals
 from stemma.server.observe.usage_ledger import UsageLedger
 from stemma.server.observe.watches import Watches
 from stemma.server.operator.context import OperatorContext, alias_names
+from stemma.server.operator.late_pool import attaching_late_pool
 from stemma.server.tenants.published import PublishedPrefixes
 from stemma.server.tenants.quotas import CacheQuotas
 from stemma.server.turn.build import TurnBuilder
@@ -121,14 +122,12 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
 @asynccontextmanager
 async def running(state: State) -> AsyncIterator[None]:
     """Run what works beside requests."""
-    try:
-        if state.batches is None:
-            yield
-            return
-        async with state.batches.running():
-            yield
-    finally:
-        state.turns.end()
+    async with AsyncExitStack() as stack:
+        stack.callback(state.turns.end)
+        await stack.enter_async_context(attaching_late_pool(state.api.engine))
+        if state.batches is not None:
+            await stack.enter_async_context(state.batches.running())
+        yield
 
 
 def close_parts(state: State) -> None:

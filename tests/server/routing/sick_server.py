@@ -47,6 +47,8 @@ class SickServer:
                     writer.write(answer(401 if self.mode == "401" else 200, b"{}"))
                 elif path == "/tokenize":
                     writer.write(answer(404, b"{}"))
+                elif "content-encoding: gzip" in head.lower():
+                    writer.write(answer(415, b"{}"))
                 elif not await self.generate(writer, json.loads(body or b"{}")):
                     break
                 await writer.drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 import signal
 import subprocess
@@ -52,7 +53,7 @@ class Envoy:
     def __init__(self, folder: Path, body_mode: str) -> None:
         self.servers = [sick_server() for _ in range(2)]
         self.picker_port = free_port()
-        flags = ("--endpoint-picker", f"127.0.0.1:{self.picker_port}", "--max-body-bytes", "1MiB")
+        flags = ("--endpoint-picker", f"127.0.0.1:{self.picker_port}", "--max-body-bytes", "16MiB")
         self.router = router(*(one.url for one in self.servers), flags=flags)
         wait_for(self.picker_port)
         listen = free_port()
@@ -116,8 +117,8 @@ async def test_conversations_stay_where_they_are_and_bodies_pass_whole(gateway: 
         large = {"prompt": "x" * 700_000}
         answer = await client.post(f"{gateway.url}/v1/completions", json=large)
         assert answer.json()["length"] == 700_000
-        beyond = await client.post(f"{gateway.url}/v1/completions", json={"prompt": "x" * 1_100_000})
-        assert (beyond.status_code, "1048576" in beyond.text) == (413, True)
+        beyond = await client.post(f"{gateway.url}/v1/completions", json={"prompt": "x" * 17_000_000})
+        assert (beyond.status_code, "16777216" in beyond.text) == (413, True)
         broken = await client.post(
             f"{gateway.url}/v1/completions", content=b"[1,", headers={"content-type": "application/json"}
         )
@@ -208,10 +209,61 @@ async def test_whole_answers_of_a_stopped_server_go_to_the_other_one_in_time(gat
     os.kill(gateway.servers[0].pid, signal.SIGCONT)
 
 
-async def test_without_the_picker_requests_still_go_somewhere(gateway: Envoy) -> None:
+@pytest.mark.parametrize("body_mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
+async def test_without_the_picker_requests_still_go_somewhere(gateway: Envoy, body_mode: str) -> None:
+    """A streamed body, which Envoy doesn't keep, is lost until its checks have found the picker gone."""
     gateway.router.stop()
+    num_whole = 0
+    async with asyncio.timeout(60):
+        while body_mode == "FULL_DUPLEX_STREAMED" and num_whole < 3:
+            num_whole = num_whole + 1 if (await ask_many(gateway.url, 20))["ok"] == 20 else 0
+            await asyncio.sleep(1.0)
     ended = await ask_many(gateway.url, 60)
     assert ended["ok"] == 60
+
+
+async def test_a_client_never_chooses_and_a_hung_picker_is_passed_over_within_a_second(
+    gateway: Envoy,
+) -> None:
+    """It takes connections, and answers nothing. At first each request waits for it; once checks have found
+    it hung, none does."""
+    wanted = f"127.0.0.1:{port_of(gateway.servers[0].url)}"
+    os.kill(gateway.router.pid, signal.SIGSTOP)
+    taken_s: list[float] = []
+    async with httpx.AsyncClient(timeout=30) as client:
+
+        async def ask(number: int) -> int:
+            begun = time.monotonic()
+            answer = await client.post(
+                f"{gateway.url}/v1/completions",
+                json={"prompt": [number]},
+                headers={"x-gateway-destination-endpoint": wanted},
+            )
+            taken_s.append(time.monotonic() - begun)
+            assert answer.status_code == 200
+            pid: int = answer.json()["pid"]
+            return pid
+
+        pids = {await ask(number) for number in range(4)}
+        assert max(taken_s) < 5, "10 s before, each"
+        async with asyncio.timeout(60):
+            while taken_s[-1] > 0.5:
+                pids.add(await ask(0))
+        pids |= {await ask(number) for number in range(20)}
+        assert len(pids) == 2, "the client's header says nothing"
+    os.kill(gateway.router.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("body_mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
+async def test_large_and_compressed_bodies_come_through(gateway: Envoy) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        large = {"prompt": "x" * 12_000_000}
+        answer = await client.post(f"{gateway.url}/v1/completions", json=large)
+        assert (answer.status_code, answer.json()["length"]) == (200, 12_000_000)
+        packed = gzip.compress(b'{"prompt": "x"}')
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        answer = await client.post(f"{gateway.url}/v1/completions", content=packed, headers=headers)
+        assert answer.status_code == 415, "the server's own word"
 
 
 async def test_the_picker_tells_its_health(gateway: Envoy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import orjson
 import pytest
 
 from stemma.cluster.health import Check
+from stemma.cluster.told import Told
 from stemma.server.routing.picker.options import PickerOptions
 from stemma.server.routing.served_fleet import ServedFleet
 from stemma.server.routing.server_list import ServerList
@@ -136,7 +138,7 @@ async def test_envoy_is_told_how_long_to_wait_for_a_whole_answer(picker: Asked) 
     _, unknown = await picker.exchange(headers(), body(content))
     assert len(mutation_of(unknown).set_headers) == 1
     for member in picker.served.fleet.members:
-        picker.served.fleet.note_check(member.url, Check.SERVES, 0.25)
+        picker.served.fleet.note_check(member.url, Check.SERVES, Told(decode_s_per_token=0.25))
     _, told = await picker.exchange(headers(), body(content))
     _, limit = mutation_of(told).set_headers
     prefill_s = picker.served.fleet.members[0].speed.limit_s(300)
@@ -176,6 +178,51 @@ async def test_bodies_that_cannot_be_read(picker: Asked, content: bytes, status:
         assert set(choice(last)) == ENDPOINTS
     else:
         assert last.immediate_response.status.code == status
+
+
+COMPRESSED: dict[str, Any] = {"content-encoding": "gzip"}
+
+
+async def test_a_compressed_body_is_placed_unread(picker: Asked) -> None:
+    """The servers say whether they take it."""
+    _, chosen = await picker.exchange(headers(**COMPRESSED), body(b"\x1f\x8b\x08"))
+    assert set(choice(chosen)) == ENDPOINTS
+
+
+async def test_a_body_is_taken_up_to_the_servers_own_limit() -> None:
+    """gRPC's is 4 MiB."""
+    from stemma.server.routing.picker.serving import serving_picker
+
+    silent = httpx.AsyncClient(transport=httpx.MockTransport(lambda request: httpx.Response(200)))
+    served = ServedFleet(ServerList(SERVERS), "cache-aware", silent)
+    limit = 20 * 2**20
+    async with (
+        served.serving(),
+        serving_picker(served, PickerOptions("127.0.0.1:0"), limit, 2 * limit) as port,
+    ):
+        asked = Asked(port, served)
+        content = orjson.dumps({"prompt": "x" * (limit - 100)})
+        _, chosen = await asked.exchange(headers(), body(content))
+        assert set(choice(chosen)) == ENDPOINTS
+        *_, refusal = await asked.exchange(headers(), body(content + b" " * 200))
+        assert refusal.immediate_response.status.code == 413
+        await asked.close()
+
+
+async def test_a_prompt_that_takes_long_to_read_asks_envoy_for_more_time(
+    picker: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stemma.server.routing.picker.exchange._SOON_S", 0.01)
+    ask = picker.served.ask
+
+    async def slow(*args: Any) -> Any:
+        await asyncio.sleep(0.2)
+        return await ask(*args)
+
+    monkeypatch.setattr(picker.served, "ask", slow)
+    _, waits, chosen = await picker.exchange(headers(), body())
+    assert waits.override_message_timeout.total_seconds() == 10
+    assert set(choice(chosen)) == ENDPOINTS
 
 
 async def test_odd_messages_end_in_answers(picker: Asked) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from stemma.budgets import Budget
 from stemma.config.settings import SchedulerSettings
-from stemma.engine.api import DraftCount, EngineStats, GenerationRequest, Prepared, PromptProgress
+from stemma.engine.api import DraftCount, EngineLoad, EngineStats, GenerationRequest, Prepared, PromptProgress
 from stemma.engine.budget.working_memory import MemoryPlan
 from stemma.engine.core.overlap import Flight, StepsAhead, WorkQueue, can_fly
 from stemma.engine.core.preparing import Preparation, preparation_of, prepared_by
@@ -395,6 +395,20 @@ class Engine:
             num_encoded_images=images.num_encoded,
             num_reused_images=images.num_reused,
             image_cache_bytes=images.cached_bytes,
+        )
+
+    def load(self) -> EngineLoad:
+        """Return how busy it is now. From any thread: it reads single numbers."""
+        scheduler, cache = self._scheduler, self.cache.stats()
+        is_preparing = self._preparation is not None
+        num_available = cache.num_free_blocks + cache.num_evictable_blocks
+        return EngineLoad(
+            num_seats=scheduler.seats.limit,
+            num_running=0 if is_preparing else scheduler.num_running,
+            num_waiting=0 if is_preparing else scheduler.num_waiting,
+            kv_in_use=min(1.0, max(0.0, 1.0 - num_available / max(1, cache.num_blocks))),
+            prefill_s_per_token=scheduler.step_tokens.token_s,
+            row_s=scheduler.seats.row_s or None,
         )
 
     def check(self) -> None:

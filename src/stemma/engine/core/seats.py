@@ -58,10 +58,14 @@ class Seats:
         """A sequence ended by itself."""
         self._by_memory = min(float(self._most), self._by_memory + 1.0 / self._by_memory)
 
+    @property
+    def row_s(self) -> float:
+        """Seconds that one more answer adds to a step of decodes; 0 until steps were measured."""
+        return self._cost.row_s
+
     def note_step(self, num_rows: int, num_context_tokens: int, duration_s: float) -> None:
         """Learn from a step of decodes alone; `num_context_tokens` is the sum over its sequences."""
-        if not self._is_fixed:
-            self._cost.observe(num_rows, num_context_tokens, num_rows, duration_s)
+        self._cost.observe(num_rows, num_context_tokens, num_rows, duration_s)
 
 
 class StepTokens:
@@ -81,6 +85,11 @@ class StepTokens:
         if wanted > WHOLE_TOKENS:
             wanted = round(wanted / WHOLE_TOKENS) * WHOLE_TOKENS
         return min(self._most, max(wanted, num_decoding + MIN_PROMPT_TOKENS))
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds that a token of a prompt takes; None: no step was measured."""
+        return self._token_s
 
     @property
     def idle_limit(self) -> int:

@@ -45,6 +45,8 @@ class PoolAttachment:
         self._layout = layout
         self._role = role
         self._changing = asyncio.Lock()
+        self.wanted: PoolSettings | None = None
+        """A pool that didn't answer at the start, to be attached once it does."""
 
     @property
     def store(self) -> PoolStore | None:

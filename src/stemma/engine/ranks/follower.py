@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -233,8 +234,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = Link(socket.socket(fileno=int(sys.argv[1])), send_timeout_s=STEP_TIMEOUT_S)
+    start: Start | None = None
     try:
         start = link.receive()
+        assert start is not None
         logging.basicConfig(format=f"rank {start.share.number}: %(levelname)s %(name)s: %(message)s")
         follower = Follower(link, start)
         follower.open(link.receive())
@@ -246,6 +249,9 @@ def main() -> int:
         with suppress(OSError):
             link.send(Failed(_sendable(error)))
         return 1
+    finally:
+        if start is not None:  # rank 0 may have been killed: nobody else removes it then
+            shutil.rmtree(start.meeting_file.parent, ignore_errors=True)
     return 0
 
 

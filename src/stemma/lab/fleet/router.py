@@ -15,6 +15,7 @@ from stemma.cluster.fleet import Fleet, FleetMember, Outcome, Try
 from stemma.cluster.health import Check
 from stemma.cluster.holdings import Holdings
 from stemma.cluster.routers import ROUTERS, Ask
+from stemma.cluster.told import NOTHING, Told
 from stemma.kv_events.follower import Follower
 from stemma.kv_events.schema import AllBlocksCleared, BlocksHeld
 from stemma.lab.fleet.caches import Change
@@ -75,10 +76,10 @@ class AccountedFleet(Fleet):
         with _counted(self.cpu, "decisions_s"):
             return super().end(one, outcome, retry_after_s)
 
-    def note_check(self, url: str, found: Check, decode_s_per_token: float | None = None) -> None:
+    def note_check(self, url: str, found: Check, told: Told = NOTHING) -> None:
         """As `Fleet.note_check`."""
         with _counted(self.cpu, "checks_s"):
-            super().note_check(url, found, decode_s_per_token)
+            super().note_check(url, found, told)
 
 
 @dataclass(slots=True)

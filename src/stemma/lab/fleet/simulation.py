@@ -9,6 +9,7 @@ before.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from stemma.cluster.routers import ROUTERS, Ask
 from stemma.errors import ConfigError
 from stemma.http import async_http_client
 from stemma.lab.fleet.caches import Change, RunCache
+from stemma.lab.fleet.decoding import DecodeModel
 from stemma.lab.fleet.router import Cpu, SimulatedRouter
 from stemma.lab.fleet.servers import TOLD_TOKENS, Mode, Network, ServerModel, SimulatedServer
 from stemma.lab.fleet.traffic import Traffic, hash_of, names_of
@@ -49,7 +51,14 @@ class FleetSettings:
     """Of each server."""
     router: str = "cache-aware"
     prefill: PrefillModel = field(default_factory=PrefillModel)
-    decode_tokens_per_s: float = 50.0
+    decode: DecodeModel = field(default_factory=DecodeModel)
+    num_seats: int = 64
+    """Answers that each server computes at once."""
+    is_streamed: bool = True
+    """Whether answers come as they are generated."""
+    crawl_from_s: float | None = None
+    """When the first server becomes ten times slower, until `crawl_to_s`."""
+    crawl_to_s: float = math.inf
     event_lag_s: float = 0.05
     index_blocks: int = MAX_BLOCKS
     """Blocks that the router knows at most."""
@@ -73,10 +82,14 @@ class FleetRun:
     num_hit_blocks: npt.NDArray[np.int64]
     ttft_s: npt.NDArray[np.float64]
     """From arrival to the first byte; NaN: there was none."""
+    end_s: npt.NDArray[np.float64]
+    """From the start of the run to the end of the answer."""
     outcomes: Counter[str] = field(default_factory=Counter)
     """Requests by how they ended: right, `broken` (after the first byte), or the status of a failure."""
     tries: Counter[str] = field(default_factory=Counter)
     """Tries by how they ended, of all servers."""
+    num_by_server: dict[str, int] = field(default_factory=dict)
+    """Requests that each server was sent, by its name."""
     num_retries: int = 0
     num_ejections: int = 0
     num_faults: Counter[str] = field(default_factory=Counter)
@@ -145,7 +158,9 @@ class _Simulation:
         num_prompt = np.array(
             [sum(traffic.sizes(traffic.chain(last))) for last in traffic.prompt_runs.tolist()], dtype=np.int64
         )
-        self._run = FleetRun(num_prompt, np.zeros(count, dtype=np.int64), np.full(count, np.nan))
+        self._run = FleetRun(
+            num_prompt, np.zeros(count, dtype=np.int64), np.full(count, np.nan), np.zeros(count)
+        )
         self._past: list[SimulatedRouter] = []
 
     async def run(self) -> FleetRun:
@@ -159,8 +174,8 @@ class _Simulation:
         self._start_router()
         for server in tuple(self._network.servers.values()):
             self._router.take_snapshot(server, self._traffic.block_size)
-        beside = [loop.create_task(self._fail()), loop.create_task(self._restart())]
-        begun = loop.time()
+        beside = [loop.create_task(work) for work in (self._fail(), self._restart(), self._crawl())]
+        begun = self._begun = loop.time()
         asked = []
         for number, arrival in enumerate(self._traffic.arrivals_s.tolist()):
             await asyncio.sleep(begun + arrival - loop.time())
@@ -180,7 +195,7 @@ class _Simulation:
 
     def _start_server(self) -> SimulatedServer:
         settings = self._settings
-        model = ServerModel(settings.capacity_blocks, settings.prefill, settings.decode_tokens_per_s)
+        model = ServerModel(settings.capacity_blocks, settings.prefill, settings.decode, settings.num_seats)
         server = SimulatedServer(f"server-{self._num_started}", model, self._traffic, self._tell)
         self._num_started += 1
         self._network.servers[server.host] = server
@@ -230,6 +245,16 @@ class _Simulation:
                     self._run.num_faults[kind.value] += 1
                     faults.create_task(self._be_sick(self._random.choice(well), kind))
 
+    async def _crawl(self) -> None:
+        """Let the first server be slow for a while."""
+        settings, first = self._settings, next(iter(self._network.servers.values()))
+        if settings.crawl_from_s is not None:
+            await asyncio.sleep(settings.crawl_from_s)
+            first.become(Mode.CRAWLS)
+            if settings.crawl_to_s < math.inf:
+                await asyncio.sleep(settings.crawl_to_s - settings.crawl_from_s)
+                first.become(Mode.SERVES)
+
     async def _be_sick(self, server: SimulatedServer, kind: Mode) -> None:
         server.become(kind)
         if kind is not Mode.DRAINS:
@@ -256,7 +281,8 @@ class _Simulation:
         head = hash_of(chain[min(1, len(chain) - 1)]) if chain else 0
         length = int(traffic.input_tokens[number])
         ask = Ask(names_of(pieces).tolist(), length, traffic.block_size, head)
-        outgoing = Outgoing(_PATH, str(number).encode(), {}, is_streamed=True)
+        headers = {"accept": "text/event-stream" if self._settings.is_streamed else "application/json"}
+        outgoing = Outgoing(_PATH, str(number).encode(), headers, self._settings.is_streamed)
         response, _ = await send(self._router.fleet, self._relay, ask, outgoing)
         chunks: list[bytes] = []
 
@@ -270,13 +296,18 @@ class _Simulation:
             await response({"type": "http", "asgi": {"spec_version": "2.4"}}, _nothing, take)
             is_whole = chunks[-1:] == [b"data: [DONE]\n\n"]
             run.outcomes["right" if is_whole else "broken"] += 1
-            run.num_hit_blocks[number] = int(response.headers.get(TOLD_TOKENS, "0")) // traffic.block_size
+        elif response.status_code == httpx.codes.OK:
+            run.ttft_s[number] = loop.time() - begun
+            run.outcomes["right"] += 1
         else:
             run.outcomes[str(response.status_code)] += 1
+        run.num_hit_blocks[number] = int(response.headers.get(TOLD_TOKENS, "0")) // traffic.block_size
+        run.end_s[number] = loop.time() - self._begun
         self._progress(1)
 
     def _count(self) -> None:
         run = self._run
+        run.num_by_server = {one.host: one.num_requests for one in self._network.servers.values()}
         for router in self._past:
             for member in router.fleet.met:
                 run.tries.update({outcome.value: count for outcome, count in member.outcomes.items()})

@@ -30,6 +30,7 @@ from stemma.memory.tiers.block_store import BlockPut, BlockStore, ReadResult
 from stemma.memory.tiers.chunks import Chunk, ChunkReader, num_buffers
 from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.host_store import HostStore
+from stemma.memory.tiers.pool_asks import Ask, PoolAsks
 from stemma.memory.tiers.recent_keys import Whereabouts
 from stemma.memory.tiers.tier_stats import LoadCounters
 from stemma.supervision import Supervisor, start_thread
@@ -75,7 +76,9 @@ class Load:
         self.failure: str | None = None
         """The last failure, other than a missing block."""
         self.probe: Future[None] = Future()
-        """For a prefetch: done when `on_probed` was told which blocks the pool has."""
+        """For a prefetch: done when the pool was asked which blocks it has, or nobody waits for that."""
+        self.asks_pool = False
+        """For a prefetch: whether the pool is asked."""
 
     def stop(self) -> None:
         """Stop after the blocks moved so far."""
@@ -113,6 +116,7 @@ class LoadQueue:
         clock: Callable[[], float],
         *,
         whereabouts: Whereabouts,
+        asks: PoolAsks,
         num_threads: int = NUM_LOAD_THREADS,
         exclusive: bool = False,
         fails: bool = False,
@@ -122,7 +126,8 @@ class LoadQueue:
 
         `exclusive` removes from the host tier what was moved to the device. With `fails`, a load ends in
         StorageError if a tier couldn't deliver some of its blocks. `whereabouts` is told what prefetches
-        found."""
+        found, `asks` what asking the pool took."""
+        self._asks = asks
         self._fails = fails
         self._whereabouts = whereabouts
         self.counters = LoadCounters()
@@ -190,15 +195,16 @@ class LoadQueue:
         keys: Sequence[BlockKey],
         timeout_s: float,
         *,
-        probe: bool,
+        ask: Ask,
         owners: Sequence[str] = (),
     ) -> Load:
         """Look for blocks and copy them to the host tier, if there is one, until `finish` is called on it.
 
-        `probe`: ask the pool first. `owners`: whose the blocks are; none: nobody's.
+        `ask`: how to ask the pool first. `owners`: whose the blocks are; none: nobody's.
         """
         task = Load(parent, keys, None, owners)
-        if not probe:
+        task.asks_pool = ask is not Ask.NOT
+        if ask is not Ask.AWAITED:
             task.probe.set_result(None)
         self._submit(task, _PREFETCH, timeout_s)
         return task
@@ -278,7 +284,7 @@ class LoadQueue:
             self._probe(task)
             if self._host is None:
                 return
-        passed_over: set[Tier] = set()
+        passed_over = {Tier.POOL} if task.block_ids is None and not task.asks_pool else set()
         while task.num_done < len(task.keys) and not task.future.done():
             if task.block_ids is None:
                 self._skip_what_is_there(task)
@@ -315,10 +321,12 @@ class LoadQueue:
     def _probe(self, task: Load) -> None:
         """Ask the pool for what no nearer store has: it is too slow to ask on the step loop."""
         pool = next((store for store in self._stores() if store.tier is Tier.POOL), None)
-        if pool is not None and not task.probe.done():
+        if pool is not None and task.asks_pool:
             local = [store.exists_many(task.keys) for store in self._stores() if store is not pool]
             missing = [key for n, key in enumerate(task.keys) if not any(there[n] for there in local)]
+            begun = self._clock()
             there = pool.exists_many(missing)
+            self._asks.observe(len(missing), sum(there), self._clock() - begun)
             self._note_pool(missing, there)
         with task.lock:
             if not task.probe.done():

@@ -98,6 +98,7 @@ def transfer_policy(settings: TierSettings, role: Role = "both") -> TransferPoli
         selective_uses=settings.write_through_uses,
         exclusive=settings.host_exclusive,
         prefetch=settings.prefetch,
+        ask_always=settings.load_when == "always",
         # A decode server must not compute prompts, so it loads whatever the estimates say.
         load_always=settings.load_when == "always" or role == "decode",
         load_timeout_s=settings.load_timeout_s,

@@ -28,6 +28,7 @@ from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.loads import LoadQueue, Prefetch
 from stemma.memory.tiers.lower import LowerTiers, PassedOver
+from stemma.memory.tiers.pool_asks import Ask, PoolAsks
 from stemma.memory.tiers.recent_keys import NOTE_BYTES, RecentKeys, Whereabouts
 from stemma.memory.tiers.tier_stats import TierStats, TransferStats
 from stemma.memory.tiers.write_queue import BATCH_BLOCKS, WriteQueue
@@ -59,6 +60,8 @@ class TransferPolicy:
     """Whether a block promoted from the host tier is removed there; else the copy stays."""
     prefetch: PrefetchPolicy = "timeout"
     """Whether a request waits for slow tiers: not at all, up to `load_timeout_s`, or without limit."""
+    ask_always: bool = False
+    """Whether each prompt waits until the pool was asked, however long that takes."""
     load_always: bool = False
     """Whether to load even what would be computed faster."""
     load_timeout_s: float = 2.0
@@ -108,6 +111,7 @@ class TierTransfer(LowerTiers):
         self._num_uses = RecentKeys[int](MAX_KEYS_REMEMBERED)
         self._whereabouts = Whereabouts(MAX_KEYS_REMEMBERED)
         self._swept_at = clock()
+        self.asks = PoolAsks(self.estimator, clock)
         self._loads = LoadQueue(
             host,
             lambda: self._stores,
@@ -115,6 +119,7 @@ class TierTransfer(LowerTiers):
             self.estimator,
             clock,
             whereabouts=self._whereabouts,
+            asks=self.asks,
             exclusive=policy.exclusive,
             fails=policy.fail_on_load_failure,
             supervisor=self._supervisor,
@@ -274,9 +279,15 @@ class TierTransfer(LowerTiers):
         if not keys or not has_use or self._loads.num_waiting > _MAX_WAITING_LOADS:
             return None
         task = self._loads.prefetch(
-            parent, keys, self._policy.load_timeout_s, probe=self.must_probe, owners=owners
+            parent, keys, self._policy.load_timeout_s, ask=self._ask_for(keys), owners=owners
         )
         return Prefetch(task.probe, task.stop)
+
+    def _ask_for(self, keys: Sequence[BlockKey]) -> Ask:
+        """Return how to ask the pool for a prompt."""
+        if not self.must_probe:
+            return Ask.BESIDE
+        return Ask.AWAITED if self._policy.ask_always else self.asks.decide(len(keys))
 
     def _locate(self, keys: Sequence[BlockKey]) -> list[Tier]:
         found: list[Tier] = []

@@ -28,7 +28,7 @@ from stemma.server.turn.build import Turn
 from stemma.server.turn.chat import ChatAsked, chat_turn
 from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.models import answered_by
-from stemma.server.turn.outputs import OutputStream
+from stemma.server.turn.outputs import OutputStream, stream_header
 from stemma.server.turn.run import new_request_id
 from stemma.types import FinishReason
 
@@ -48,7 +48,7 @@ async def create_chat_completion(request: Request) -> Response:
         if body.return_progress:
             choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
             outputs.tell_as_events({**head, "choices": [choice]})
-        return EventStream(source, outputs, told=told_as(openai_error, DONE))
+        return EventStream(source, outputs, stream_header(outputs), told_as(openai_error, DONE))
     [result] = await context.runner.run_to_end(request, [turn])
     if body.prompt_logprobs is None and not body.logprobs:
         return json_response(_completion(context, body, turn, result))

@@ -32,7 +32,7 @@ from stemma.server.turn.build import Asked, Prompt
 from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.hints import hints_of
 from stemma.server.turn.models import answered_by, check_model
-from stemma.server.turn.outputs import OutputStream
+from stemma.server.turn.outputs import OutputStream, stream_header
 from stemma.server.turn.prompts import completion_prompts, num_prompts, wanted_cut
 from stemma.server.turn.run import new_request_id
 from stemma.server.turn.sampling import candidates, completion_sampling
@@ -90,7 +90,7 @@ async def create_completion(request: Request) -> Response:
         told = told_as(openai_error, DONE)
         if body.return_progress:
             outputs.tell_as_events({**reply.head, "choices": []})
-        return EventStream(reply.events(outputs, prompts), outputs, told=told)
+        return EventStream(reply.events(outputs, prompts), outputs, stream_header(outputs), told)
     results = await context.runner.run_to_end(request, turns)
     if reply.is_plain:
         return json_response(reply.whole(prompts, results))

@@ -180,6 +180,10 @@ class ServerMetrics:
         )
         self.gap = Smoothed()
         """The same of the latest requests, for routers (`/health`)."""
+        self.seat = Smoothed()
+        """How long the latest requests had a seat."""
+        self.answer_tokens = Smoothed()
+        """Tokens of the latest answers."""
         self.e2e = self._histogram("request_seconds", "Arrival to last token", E2E_BUCKETS_S)
         self.prefill = self._histogram("prefill_seconds", "First step to first token", TTFT_BUCKETS_S)
         self.decode = self._histogram("decode_seconds", "First to last token", E2E_BUCKETS_S)

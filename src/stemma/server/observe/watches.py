@@ -175,6 +175,8 @@ class RequestWatch(TurnObserver):
     def _observe_whole(self, answer: Collected, now: float) -> None:
         metrics = self._metrics
         metrics.e2e.observe(now - self._arrived)
+        metrics.seat.observe(max(0.0, now - self._arrived - answer.queue_wait_s))
+        metrics.answer_tokens.observe(answer.num_generated_tokens)
         metrics.prompt_tokens.observe(answer.cache.num_prompt_tokens)
         metrics.generated_tokens.observe(answer.num_generated_tokens)
         if self._first is not None:

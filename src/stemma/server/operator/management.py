@@ -13,6 +13,7 @@ from stemma.server.observe.metric_aliases import render_aliases
 from stemma.server.observe.tier_metrics import engine_as_json
 from stemma.server.openapi import QueryNumber
 from stemma.server.operator.context import OperatorContext, context_of
+from stemma.server.operator.told import told_of
 from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, TEXT_TYPE, Router
 from stemma.server.turn.models import check_model, served_names
 
@@ -27,17 +28,14 @@ _MAX_TOKENS = QueryNumber("max_tokens", 1, 1000, 24)
 async def health(request: Request) -> Response:
     """200 while requests are taken; 503 once the engine has failed, with the reason, or the server drains.
 
-    `decode_s_per_token` tells routers how slow an answer may be that isn't stuck: mean and four deviations of
-    the gap between tokens, of the latest answers.
+    Beside the status stands what routers go by (`cluster/told.py`).
     """
     context = context_of(request)
     if context.engine.failure is not None:
         return json_response({"status": "failed", "reason": context.engine.failure}, 503)
     if context.lifecycle.draining:
         return json_response({"status": "draining"}, 503)
-    gap = context.instruments.metrics.gap
-    told = {"decode_s_per_token": float(f"{gap.slowest_s:.3g}")} if gap.slowest_s else {}
-    return json_response({"status": "ok", **told})
+    return json_response({"status": "ok", **told_of(context).as_json()})
 
 
 def _model_cards(context: OperatorContext) -> list[dict[str, Any]]:

@@ -92,8 +92,8 @@ class Ingress:
 
     async def is_up(self) -> bool:
         """Return whether any server can be asked."""
-        told = await check(self.relay.client, _BASE)
-        return told is not None and told.found is Check.SERVES
+        answer = await check(self.relay.client, _BASE)
+        return answer is not None and answer[0] is Check.SERVES
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -155,7 +155,7 @@ class Ingress:
         if request.scope["path"] in POOLED:
             ask = pooled_ask_of(body, self._block_size)
         else:
-            ask = ask_of(body, await self._encoder.tokens(body), self._block_size)
+            ask = ask_of(body, await self._encoder.tokens(request.scope["path"], body), self._block_size)
         headers, url = kept_headers(request), _BASE + path_of(request)
         routed, streams = None, is_streamed(request.scope["path"], body)
         for attempt in range(_ATTEMPTS):

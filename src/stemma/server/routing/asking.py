@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,15 +42,25 @@ _NUM_ENCODERS = 2
 _MAX_WAITING = 256
 
 
-def ask_of(body: Mapping[str, Any], tokens: TokenArray | None, block_size: int) -> Ask:
-    """Return the request as a router sees it; without `tokens`, the beginning of the text decides."""
+def ask_of(
+    body: Mapping[str, Any],
+    tokens: TokenArray | None,
+    block_size: int,
+    root: int = 0,
+    other_sizes: Iterable[int] = (),
+) -> Ask:
+    """Return the request as a router sees it; without `tokens`, the beginning of the text decides.
+
+    `root`: of the adapter's blocks; 0: of the base model's. `other_sizes`: of blocks that some servers have.
+    """
     head, max_output = number_of(head_of(body)), max_output_of(body)
     if tokens is None:
         return Ask((), max(1, num_characters(body) // CHARS_PER_TOKEN), block_size, head, max_output)
-    chain = chain_of(tokens, block_size)
+    chain = chain_of(tokens, block_size, root)
     if chain and messages_of(body) is None:
         head = 0  # the first block, so that a longer prompt has the same home
-    return Ask(chain, len(tokens), block_size, head, max_output)
+    chains = {size: chain_of(tokens, size, root) for size in other_sizes}
+    return Ask(chain, len(tokens), block_size, head, max_output, chains)
 
 
 def pooled_ask_of(body: Mapping[str, Any], block_size: int) -> Ask:
@@ -68,11 +78,13 @@ class PromptEncoder:
     """Tokenizes prompts with a tokenizer of its own, off the event loop and under a time limit."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        from stemma.server.routing.reading import PromptReader  # needs torch
+
+        self._reader = PromptReader(tokenizer)
         waiting = shared("tokenizing_queue", "prompts that wait to be tokenized", _MAX_WAITING)
         self._threads = WorkerThreads(_NUM_ENCODERS, "stemma-route-tokenizer", LoggingSupervisor(), waiting)
 
-    async def tokens(self, body: Mapping[str, Any]) -> TokenArray | None:
+    async def tokens(self, path: str, body: dict[str, Any]) -> TokenArray | None:
         """Return the prompt's token ids; None if they can't be had."""
         given = tokens_of(body)
         if given is not None:
@@ -80,10 +92,10 @@ class PromptEncoder:
         text, messages = text_of(body), messages_of(body)
         if (text is None and messages is None) or (messages is not None and has_images(messages)):
             return None
-        encode = partial(_encode, self._tokenizer, text, messages, body.get("tools"))
+        read = partial(self._reader.read, path, body)
         try:
             return await self._threads.run(
-                encode, limit_s=TOKENIZE_TIMEOUT_S, what="tokenizing", owner=caller().tenant
+                read, limit_s=TOKENIZE_TIMEOUT_S, what="tokenizing", owner=caller().tenant
             )
         except StemmaError as error:
             _log.warning("a prompt's place in the caches isn't known: %s", error)
@@ -97,11 +109,3 @@ class PromptEncoder:
 def as_tokens(ids: list[int]) -> TokenArray | None:
     """Return ids as an array [n] int32; None if one can't be an id."""
     return np.asarray(ids, dtype=np.int32) if all(0 <= one < 2**31 for one in ids) else None
-
-
-def _encode(
-    tokenizer: Tokenizer, text: str | None, messages: list[Any] | None, tools: list[Any] | None
-) -> TokenArray:
-    if messages is None:
-        return tokenizer.encode(text or "")
-    return tokenizer.apply_chat_template(messages, tools=tools)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 
 import httpx
-import orjson
 
 from stemma.cluster.fleet import Fleet
 from stemma.cluster.health import Check
+from stemma.cluster.told import NOTHING, Told, read_told
 
 CHECK_EVERY_S = 2.0
 _TIMEOUT_S = 3.0
@@ -20,21 +19,7 @@ _LATE_S = 1.0
 """Beyond the timeout: then this process itself hung, and what it found says nothing of a server."""
 
 
-_MOST_TOLD_BYTES = 4096
-_SLOWEST_S = 60.0
-"""A server that claims more time for a token isn't believed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """The finding of a check."""
-
-    found: Check
-    decode_s_per_token: float | None = None
-    """The slowest gap between tokens, if the server tells."""
-
-
-async def check(client: httpx.AsyncClient, url: str) -> Told | None:
+async def check(client: httpx.AsyncClient, url: str) -> tuple[Check, Told] | None:
     """Ask a server's `/health`; return what it says, or None if this process was too busy to know.
 
     A server without that path serves if it answers at all.
@@ -44,21 +29,10 @@ async def check(client: httpx.AsyncClient, url: str) -> Told | None:
         async with asyncio.timeout(_TIMEOUT_S):
             answer = await client.get(f"{url}/health", timeout=_TIMEOUT_S)
     except (httpx.HTTPError, TimeoutError):
-        return Told(Check.SILENT) if time.monotonic() - begun < _TIMEOUT_S + _LATE_S else None
+        return (Check.SILENT, NOTHING) if time.monotonic() - begun < _TIMEOUT_S + _LATE_S else None
     if answer.status_code >= 500:
-        return Told(Check.REFUSES)
-    return Told(Check.SERVES, _decode_s_per_token(answer.content))
-
-
-def _decode_s_per_token(content: bytes) -> float | None:
-    """Return what Stemma's `/health` tells; other servers' have no such thing."""
-    if len(content) > _MOST_TOLD_BYTES:
-        return None
-    try:
-        told = orjson.loads(content)["decode_s_per_token"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return told if isinstance(told, float) and 0.0 < told <= _SLOWEST_S else None
+        return Check.REFUSES, NOTHING
+    return Check.SERVES, read_told(answer.content)
 
 
 async def keep_checking(fleet: Fleet, client: httpx.AsyncClient) -> None:
@@ -80,8 +54,10 @@ async def keep_checking(fleet: Fleet, client: httpx.AsyncClient) -> None:
 
 async def _check_one(fleet: Fleet, client: httpx.AsyncClient, url: str) -> None:
     for _ in range(_AT_ONCE):
-        told = await check(client, url)
-        if told is not None:
-            fleet.note_check(url, told.found, told.decode_s_per_token)
-        if told is None or told.found is not Check.SILENT:
+        answer = await check(client, url)
+        if answer is None:
+            return
+        found, told = answer
+        fleet.note_check(url, found, told)
+        if found is not Check.SILENT:
             return

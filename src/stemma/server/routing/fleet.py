@@ -96,8 +96,7 @@ class FleetProxy:
         return {
             "num_requests": self.num_requests,
             "num_broken_streams": self.relay.num_broken_streams,
-            "num_known_blocks": self._served.fleet.placements.holdings.num_ids,
-            "block_size": self._served.block_size,
+            **self._served.describe(),
             **describe(self._served.fleet),
         }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stemma.cluster.fleet import Fleet
 from stemma.cluster.holdings_writer import HoldingsWriter
@@ -19,7 +19,12 @@ if TYPE_CHECKING:  # ZMQ is an extra
     from stemma.kv_events.subscriber import Subscription
 
 _log = logging.getLogger(__name__)
-COUNTERS = ("events", "unplaced", "gaps", "lost", "snapshots", "malformed")
+COUNTERS = ("events", "unplaced", "gaps", "lost", "snapshots", "malformed", "aged")
+
+_WRONG: dict[tuple[str, Any], str] = {
+    ("state", "unreachable"): "its KV events can't be had: is the events address right?",
+    ("replay_answers", False): "its replay address doesn't answer: what it holds already isn't known",
+}
 
 
 class Following:
@@ -39,12 +44,54 @@ class Following:
         sizes = (follower.block_size for follower, _ in self._followed.values())
         return next((size for size in sizes if size is not None), None)
 
+    def block_sizes(self) -> Iterator[tuple[int, int]]:
+        """Yield the place of each server that has told it, and its tokens of a block."""
+        for server, (follower, _) in self._followed.items():
+            member = self._fleet.member(server.url)
+            if member is not None and follower.block_size is not None:
+                yield member.place, follower.block_size
+
+    @property
+    def roots(self) -> frozenset[int]:
+        """Roots of adapters' blocks, as servers name them in events."""
+        return frozenset().union(*(follower.roots for follower, _ in self._followed.values()))
+
     def counters(self) -> Counter[str]:
         """Return what happened to events since the start, by `COUNTERS`."""
         total = Counter(self._left)
         for follower, subscription in self._followed.values():
             total += _counters(follower, subscription)
         return total
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Return how each server is followed, by URL."""
+        now = asyncio.get_running_loop().time()
+        return {
+            server.url: {
+                "state": "following" if subscription.is_connected else "unreachable",
+                "last_event_s": None if subscription.heard_at is None else now - subscription.heard_at,
+                "replay_answers": subscription.replay_answers,
+                "block_size": follower.block_size,
+            }
+            for server, (follower, subscription) in self._followed.items()
+        }
+
+    def warnings(self) -> list[str]:
+        """Return what is wrong with addresses and events, a sentence each."""
+        found = []
+        for state, text in _WRONG.items():
+            urls = [url for url, one in self.describe().items() if one[state[0]] == state[1]]
+            found += [f"{url}: {text}" for url in urls]
+        sizes = {size for _, size in self.block_sizes()}
+        if len(sizes) > 1:
+            found.append(f"servers have blocks of {' and '.join(map(str, sorted(sizes)))} tokens")
+        by_address: dict[str | None, list[str]] = {}
+        for server in self._followed:
+            by_address.setdefault(server.events, []).append(server.url)
+        for urls in by_address.values():
+            if len(urls) > 1:
+                found.append(f"{', '.join(urls)}: one events address for several servers")
+        return found
 
     def follow(self, servers: Iterable[FleetServer]) -> None:
         """Follow these servers, and no others. Raises ConfigError without ZMQ."""
@@ -90,4 +137,5 @@ def _counters(follower: Follower, subscription: Subscription) -> Counter[str]:
         lost=subscription.num_lost,
         snapshots=subscription.num_snapshots,
         malformed=subscription.num_malformed,
+        aged=subscription.num_aged,
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stemma.cluster.fleet import Fleet, Outcome
@@ -38,9 +39,27 @@ def counters(counts: Mapping[str, tuple[str, int]]) -> Iterable[Metric]:
         yield CounterMetricFamily(f"stemma_route_{name}", text, value=count)
 
 
+def following_metrics(fleet: Fleet, followed: Mapping[str, Mapping[str, Any]]) -> Iterable[Metric]:
+    """Return what is known of each server's blocks, and how old that is; `followed`: of `Following`."""
+    holdings = fleet.placements.holdings
+    known = GaugeMetricFamily("stemma_route_known_blocks", "Blocks known of a server", labels=["server"])
+    followed_now = GaugeMetricFamily(
+        "stemma_route_events_followed", "1 while a server's KV events can be followed", labels=["server"]
+    )
+    age = GaugeMetricFamily(
+        "stemma_route_last_event_seconds", "Time since a server's latest KV event", labels=["server"]
+    )
+    for member in fleet.members:
+        known.add_metric([member.url], holdings.num_blocks(member.place))
+    for url, state in followed.items():
+        followed_now.add_metric([url], state["state"] == "following")
+        if state["last_event_s"] is not None:
+            age.add_metric([url], state["last_event_s"])
+    yield from (known, followed_now, age)
+
+
 def holdings_metrics(holdings: Holdings, events: Mapping[str, int]) -> Iterable[Metric]:
-    """Return what is known of the servers' blocks; `events`: counters of `Following`."""
-    yield GaugeMetricFamily("stemma_route_known_blocks", "Blocks known, by holder", holdings.num_ids)
+    """Return what is known of all servers' blocks; `events`: counters of `Following`."""
     yield GaugeMetricFamily("stemma_route_index_bytes", "Memory of the index of blocks", holdings.num_bytes)
     texts = {
         "events": "KV events of servers",
@@ -49,6 +68,7 @@ def holdings_metrics(holdings: Holdings, events: Mapping[str, int]) -> Iterable[
         "lost": "Gaps after which all that was known of a server was dropped",
         "snapshots": "Snapshots that servers sent",
         "malformed": "Messages that are no batch of events",
+        "aged": "Times that what was known of a server was forgotten, since it couldn't be reached",
     }
     for name, text in texts.items():
         yield CounterMetricFamily(f"stemma_route_event_{name}", text, value=events.get(name, 0))
@@ -76,6 +96,10 @@ def fleet_metrics(fleets: Mapping[str, Fleet]) -> Iterable[Metric]:
     seconds = GaugeMetricFamily(
         "stemma_route_prefill_seconds_per_token", "Measured up to the first byte", labels=_BY_SERVER
     )
+    first_bytes = HistogramMetricFamily(
+        "stemma_route_time_to_first_byte_seconds", "From sending a request to its stream's first byte",
+        labels=_BY_SERVER,
+    )  # fmt: skip
     for role, fleet in fleets.items():
         for member in fleet.members:
             labels = [role, member.url]
@@ -86,9 +110,10 @@ def fleet_metrics(fleets: Mapping[str, Fleet]) -> Iterable[Metric]:
             for one in Standing:
                 standing.add_metric([*labels, one.value], member.health.standing is one)
             under_way.add_metric(labels, len(member.under_way))
+            first_bytes.add_metric(labels, member.first_bytes.buckets(), member.first_bytes.sum_s)
             if member.speed.num_samples:
                 seconds.add_metric(labels, member.speed.mean_s)
     lost = sum(fleet.num_lost_retries for fleet in fleets.values())
-    yield from (tries, retries, ejections, standing, under_way, seconds)
+    yield from (tries, retries, ejections, standing, under_way, seconds, first_bytes)
     text = "Requests that failed and weren't sent again, since no server had retries left"
     yield CounterMetricFamily("stemma_route_lost_retries", text, value=lost)

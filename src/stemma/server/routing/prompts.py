@@ -27,6 +27,19 @@ GENERATING = (
 POOLED = ("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score")
 """Paths whose requests compute prompts alone."""
 
+PROMPT_FIELDS = (
+    "model",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "reasoning",
+    "enable_thinking",
+    "thinking",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""Fields of a chat beside its messages that its prompt depends on."""
 _OUTPUT_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
 _ANSWERS = ("n", "best_of")
 _HEAD_LENGTH = 1024
@@ -47,6 +60,13 @@ def messages_of(body: Mapping[str, Any]) -> list[Any] | None:
         if not isinstance(messages, list):
             return None
     return messages if not system else [{"role": "system", "content": system}, *messages]
+
+
+def adapter_of(body: Mapping[str, Any]) -> str | None:
+    """Return the name that may be an adapter's: OpenAI's model, TGI's `adapter_id`."""
+    parameters = body.get("parameters")
+    places = (parameters.get("adapter_id") if isinstance(parameters, dict) else None, body.get("model"))
+    return next((name for name in places if isinstance(name, str) and name), None)
 
 
 def tokens_of(body: Mapping[str, Any]) -> list[int] | None:
@@ -147,6 +167,30 @@ def max_output_of(body: Mapping[str, Any]) -> int | None:
 def _counts(place: Mapping[str, Any], names: Sequence[str]) -> list[int]:
     given = [place[name] for name in names if name in place]
     return [one for one in given if type(one) is int and 0 <= one < 2**31]
+
+
+def num_output_of(answer: Any) -> int | None:
+    """Return the tokens that a whole answer says it has, in OpenAI's, Anthropic's or TGI's words."""
+    if isinstance(answer, list):
+        answer = answer[0] if answer else None
+    counts = _counts(_part(answer, "usage"), ("completion_tokens", "output_tokens"))
+    counts += _counts(_part(answer, "details"), ("generated_tokens",))
+    return counts[0] if counts else None
+
+
+def num_cached_of(answer: Any) -> int | None:
+    """Return the prompt tokens that a whole answer says were cached, in OpenAI's or Anthropic's words."""
+    usage = _part(answer, "usage")
+    details = (_part(usage, name) for name in ("prompt_tokens_details", "input_tokens_details"))
+    counts = [count for one in details for count in _counts(one, ("cached_tokens",))]
+    counts += _counts(usage, ("cache_read_input_tokens",))
+    return counts[0] if counts else None
+
+
+def _part(whole: Any, name: str) -> dict[str, Any]:
+    """Return an object in an answer; an empty one if there is none."""
+    part = whole.get(name) if isinstance(whole, dict) else None
+    return part if isinstance(part, dict) else {}
 
 
 def one_token_body(path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from stemma.server.admission.ledger import shared
 from stemma.server.errors import STATUS_CLIENT_CLOSED, json_response, openai_error
 from stemma.server.routing.keys import AskedKeys, Keys, OwnKeys
 from stemma.server.routing.metrics import counters
+from stemma.server.routing.prompts import num_cached_of
 from stemma.server.schemas.json_input import parse_json
 from stemma.server.transport.incoming import limited_chunks, unless_disconnected
 from stemma.server.transport.planes import Plane, plane_of
@@ -63,7 +64,8 @@ _KEPT_HEADERS = frozenset(
         "x-stemma-explain",
     }
 )
-_KEPT_ANSWER_HEADERS = frozenset({"content-type", "retry-after", BINARY_HEADER, "x-stemma-cached-tokens"})
+_CACHED_HEADER = "x-stemma-cached-tokens"
+_KEPT_ANSWER_HEADERS = frozenset({"content-type", "retry-after", BINARY_HEADER, _CACHED_HEADER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ class Relay:
             method, url, content=content, headers=headers, extensions=extensions
         )
         upstream = await self.client.send(request, stream=True)
-        self._note_hits(upstream.headers.get("x-stemma-cached-tokens", ""))
+        self._note_header(upstream.headers.get(_CACHED_HEADER, ""))
         if not upstream.headers.get("content-type", "").startswith("text/event-stream"):
             try:
                 await upstream.aread()
@@ -249,9 +251,14 @@ class Relay:
                 break
         return answer
 
-    def _note_hits(self, told: str) -> None:
+    def _note_header(self, told: str) -> None:
         if told.isascii() and told.isdecimal() and len(told) < 9:
             self.num_told_hit_tokens += int(told)
+
+    def note_whole(self, response: Response, answer: Any) -> None:
+        """Count what a whole answer says was cached, where no header said it."""
+        if _CACHED_HEADER not in response.headers:
+            self.num_told_hit_tokens += num_cached_of(answer) or 0
 
     def check_operator(self, request: Request, admin_key: str | None) -> None:
         """Raise unless `request` carries the admin key or, if there is none, comes from this machine."""

@@ -14,6 +14,7 @@ error event: it can't be continued, and must not look finished.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma.cluster.detour import Detour, Way
 from stemma.cluster.fleet import Fleet, Outcome
 from stemma.cluster.routers import Ask, Rendezvous
 from stemma.cluster.tries import Tries
@@ -72,11 +74,18 @@ class Router:
         self.num_fallbacks = 0
         """Requests that a prefill server answered in place of a decode server."""
         self._relay = relay
+        self._detours = {is_streamed: Detour(time.monotonic) for is_streamed in (False, True)}
+        """By whether answers are streamed."""
+
+    @property
+    def num_alone(self) -> int:
+        """Requests that went to a decode server at once, since that is faster."""
+        return sum(detour.num_alone for detour in self._detours.values())
 
     async def generate(self, request: Request, content: bytes, body: dict[str, Any]) -> tuple[Response, bool]:
         """Prefill on one server, decode on another. A client that leaves ends the work on both.
 
-        Returns what `send` does.
+        Where the decode server alone is faster, it gets the request at once. Returns what `send` does.
         """
         path, headers = request.scope["path"], kept_headers(request)
         if path in POOLED:  # nothing to decode
@@ -84,17 +93,29 @@ class Router:
             answer, may_go_on = await send(self.prefills, self._relay, ask, outgoing)
             return (answer, False) if not may_go_on else await send(self.decodes, self._relay, ask, outgoing)
         ask = ask_of(body, None, 1)
-        if body:
-            await self._prefill(path, body, headers, ask)
         outgoing = Outgoing(path_of(request), content, headers, is_streamed(path, body))
+        detour, way = self._detours[outgoing.is_streamed], Way.ALONE
+        if body and detour.choose(ask.num_tokens, self._prefill_s(ask)) is Way.THROUGH:
+            is_done = await self._prefill(path, body, headers, ask)
+            way = Way.THROUGH if is_done else Way.ALONE
+        begun = time.monotonic()
         answer, may_go_on = await send(self.decodes, self._relay, ask, outgoing)
         if not may_go_on:
+            if body and answer.status_code == httpx.codes.OK:
+                detour.observe(way, ask.num_tokens, time.monotonic() - begun)
             return answer, False
         self.num_fallbacks += 1
         return await send(self.prefills, self._relay, ask, outgoing)
 
-    async def _prefill(self, path: str, body: dict[str, Any], headers: dict[str, str], ask: Ask) -> None:
-        """Have the prompt computed and put into the pool; a failure only costs time.
+    def _prefill_s(self, ask: Ask) -> float | None:
+        """Return how long a prefill server will take, behind what it has; None: it isn't measured."""
+        first = next(iter(self.prefills.order(ask)), None)
+        if first is None or not first.speed.num_samples:
+            return None
+        return first.speed.expected_s(self.prefills.load(first).num_tokens + ask.num_tokens)
+
+    async def _prefill(self, path: str, body: dict[str, Any], headers: dict[str, str], ask: Ask) -> bool:
+        """Have the prompt computed and put into the pool; a failure only costs time. Return whether it is.
 
         What is wrong with the request the decode server reports.
         """
@@ -106,6 +127,7 @@ class Router:
         if isinstance(answer, Relayed):  # it wasn't asked for a stream
             await answer.drop()
             answer.when_over()
+        return answer.status_code == httpx.codes.OK
 
 
 class Groups:
@@ -157,12 +179,19 @@ class Groups:
             "num_prefill_failures": sum(map(num_failures, prefills)),
             "num_decode_failures": sum(map(num_failures, decodes)),
             "num_fallbacks": sum(router.num_fallbacks for router in routers),
+            "num_alone": sum(router.num_alone for router in routers),
             "num_broken_streams": self.relay.num_broken_streams,
         }
 
     def metrics(self) -> Iterable[Metric]:
         """Return what is counted, beside what the relay counts."""
-        yield from counters({"requests": ("Requests for text", self.num_requests)})
+        num_alone = sum(router.num_alone for router in self._routers.values())
+        yield from counters(
+            {
+                "requests": ("Requests for text", self.num_requests),
+                "alone": ("Requests that decode servers got at once, since that is faster", num_alone),
+            }
+        )
         named = [
             (router, f"-{place}" if place else "") for place, router in enumerate(self._routers.values())
         ]

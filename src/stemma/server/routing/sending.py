@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from stemma.cluster.fleet import Fleet, Outcome, Try
 from stemma.cluster.routers import Ask
 from stemma.cluster.tries import Tries
 from stemma.server.errors import json_response
+from stemma.server.routing.prompts import num_output_of
 from stemma.server.routing.relay import BINARY_HEADER, NOT_FOUND, Relay, Relayed, nobody_answers
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ async def _tried(relay: Relay, one: Try, tries: Tries, outgoing: Outgoing) -> tu
         return None, Outcome.FAILED
     if isinstance(response, Outcome):
         return None, response
-    return await _judged(response, outgoing)
+    return await _judged(relay, response, one, outgoing)
 
 
 async def _asked(relay: Relay, one: Try, tries: Tries, outgoing: Outgoing) -> Response | Outcome:
@@ -133,7 +133,7 @@ def _settle(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _judged(response: Response, outgoing: Outgoing) -> tuple[Response, Outcome]:
+async def _judged(relay: Relay, response: Response, one: Try, outgoing: Outgoing) -> tuple[Response, Outcome]:
     """Return an answer and what it says; one that nobody can read becomes 502."""
     status = response.status_code
     if status >= 400:
@@ -143,11 +143,19 @@ async def _judged(response: Response, outgoing: Outgoing) -> tuple[Response, Out
         return response, outcome_of(status)
     if isinstance(response, Relayed):
         begin = response.first.lstrip(b"\xef\xbb\xbf\r\n\t ")
-        is_stream = any(begin.startswith(one) or (begin and one.startswith(begin)) for one in _SSE)
+        is_stream = any(begin.startswith(word) or (begin and word.startswith(begin)) for word in _SSE)
         return response, Outcome.ANSWERED if is_stream else Outcome.FAILED
-    if await _is_readable(bytes(response.body), outgoing.headers):
-        return response, Outcome.ANSWERED
-    return _unusable(), Outcome.FAILED
+    content = bytes(response.body)
+    if BINARY_HEADER in outgoing.headers:  # binary tensors: an answer need only be there
+        return (response, Outcome.ANSWERED) if content else (_unusable(), Outcome.FAILED)
+    is_small = len(content) <= _PARSED_HERE_BYTES
+    parsed = _json(content) if is_small else await asyncio.to_thread(_json, content)
+    if parsed is None:
+        return _unusable(), Outcome.FAILED
+    relay.note_whole(response, parsed)
+    if (num_output := num_output_of(parsed)) is not None:
+        one.whole(num_output)
+    return response, Outcome.ANSWERED
 
 
 def outcome_of(status: int) -> Outcome:
@@ -155,21 +163,13 @@ def outcome_of(status: int) -> Outcome:
     return _BY_STATUS.get(status, Outcome.FAILED if status >= 500 else Outcome.ANSWERED)
 
 
-async def _is_readable(content: bytes, headers: Mapping[str, str]) -> bool:
-    """Whether a whole answer is JSON; one to a request in binary tensors need only be there."""
-    if BINARY_HEADER in headers:
-        return bool(content)
-    if len(content) <= _PARSED_HERE_BYTES:
-        return _is_json(content)
-    return await asyncio.to_thread(_is_json, content)
-
-
-def _is_json(content: bytes) -> bool:
+def _json(content: bytes) -> dict[str, Any] | list[Any] | None:
+    """Return a whole answer; None if it is no JSON."""
     try:
         parsed: Any = orjson.loads(content)
     except orjson.JSONDecodeError:
-        return False
-    return isinstance(parsed, dict | list)
+        return None
+    return parsed if isinstance(parsed, dict | list) else None
 
 
 def _follow(one: Try, response: Relayed) -> None:

@@ -21,14 +21,16 @@ import httpx
 import orjson
 from prometheus_client.core import Metric
 
+from stemma.cluster.agreement import disagreements
 from stemma.cluster.fleet import Fleet
 from stemma.cluster.routers import ROUTERS, Ask
 from stemma.errors import ConfigError
+from stemma.kv_events.names import adapter_root
 from stemma.server.routing.asking import TOKENIZE_TIMEOUT_S, PromptEncoder, as_tokens, ask_of, pooled_ask_of
 from stemma.server.routing.checks import keep_checking
 from stemma.server.routing.following import Following
-from stemma.server.routing.metrics import counters, fleet_metrics, holdings_metrics
-from stemma.server.routing.prompts import POOLED, messages_of, text_of, tokens_of
+from stemma.server.routing.metrics import counters, fleet_metrics, following_metrics, holdings_metrics
+from stemma.server.routing.prompts import POOLED, PROMPT_FIELDS, adapter_of, messages_of, text_of, tokens_of
 from stemma.server.routing.server_list import ServerList
 from stemma.types import TokenArray
 
@@ -70,6 +72,7 @@ class ServedFleet:
         self._block_size = block_size
         self._no_tokens_until: dict[str, float] = {}
         self._changed = asyncio.Event()
+        self._warned: set[str] = set()
 
     @property
     def block_size(self) -> int:
@@ -99,15 +102,48 @@ class ServedFleet:
             if self._encoder is not None:
                 self._encoder.close()
 
-    async def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Ask:
+    async def ask(self, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Ask:
         """Return a request as the fleet sees it."""
         if path in POOLED:
             return pooled_ask_of(body, self.block_size)
-        return ask_of(body, await self._tokens(body, headers), self.block_size)
+        tokens = await self._tokens(path, body, headers)
+        sizes = self.fleet.placements.block_sizes
+        for place, size in self._following.block_sizes():
+            sizes[place] = size
+        others = set(sizes.values()) - {self.block_size}
+        return ask_of(body, tokens, self.block_size, self._root_of(adapter_of(body)), others)
+
+    def _root_of(self, name: str | None) -> int:
+        """Return the root of the blocks of the adapter that a request names; 0: it names none."""
+        if name is None:
+            return 0
+        hashed = adapter_root(name)
+        told = (one.told.serves for one in self.fleet.members)
+        roots = (dict(one.adapters).get(hashed) for one in told if one is not None)
+        found = next((root for root in roots if root is not None), None)
+        # vLLM tells no adapters, and names their blocks by the adapter's name.
+        return found if found is not None else hashed * (hashed in self._following.roots)
+
+    def warnings(self) -> list[str]:
+        """Return what an operator should know of the servers, a sentence each."""
+        told = {member.url: member.told.serves for member in self.fleet.members}
+        return [*disagreements(told), *self._following.warnings()]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is known of the servers' blocks, and how."""
+        holdings = self.fleet.placements.holdings
+        return {
+            "num_known_blocks": holdings.num_ids,
+            "known_blocks": {one.url: holdings.num_blocks(one.place) for one in self.fleet.members},
+            "block_size": self.block_size,
+            "events": self._following.describe(),
+            "warnings": self.warnings(),
+        }
 
     def metrics(self) -> Iterable[Metric]:
         """Return all that is counted here."""
         yield from fleet_metrics({"equal": self.fleet})
+        yield from following_metrics(self.fleet, self._following.describe())
         yield from holdings_metrics(self.fleet.placements.holdings, self._following.counters())
         yield from counters(
             {
@@ -124,6 +160,7 @@ class ServedFleet:
                 async with asyncio.timeout(WATCH_EVERY_S):
                     await self._changed.wait()
             look += 1
+            self._warn()
             is_asked = self._changed.is_set()
             self._changed.clear()
             before = self._source.entries
@@ -134,6 +171,14 @@ class ServedFleet:
             if is_asked or self._source.entries != before or look % _RESOLVE_EVERY == 0:
                 await self._update()
 
+    def _warn(self) -> None:
+        """Log what is new of the warnings."""
+        now = self.warnings()
+        for text in now:
+            if text not in self._warned:
+                _log.warning("%s", text)
+        self._warned = set(now)
+
     async def _update(self) -> None:
         servers = await self._source.current()
         urls = [server.url for server in servers]
@@ -143,10 +188,10 @@ class ServedFleet:
         self.fleet.set_servers(urls)
         self._following.follow(servers)
 
-    async def _tokens(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TokenArray | None:
+    async def _tokens(self, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> TokenArray | None:
         """Return the prompt's token ids; None if they can't be had."""
         if self._encoder is not None:
-            return await self._encoder.tokens(body)
+            return await self._encoder.tokens(path, body)
         given = tokens_of(body)
         if given is not None:
             return as_tokens(given)
@@ -154,7 +199,7 @@ class ServedFleet:
         if text is None and messages is None:
             return None
         fields: dict[str, Any] = {"prompt": text} if messages is None else {"messages": messages}
-        for name in ("model", "tools", "chat_template_kwargs"):
+        for name in PROMPT_FIELDS:
             if name in body:
                 fields[name] = body[name]
         return await self._tokenized_by_a_server(orjson.dumps(fields), headers)

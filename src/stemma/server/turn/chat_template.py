@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from stemma.errors import InvalidRequest
+from stemma.model.tokenizer import Tokenizer
 from stemma.model.vision.prompt import ReadImage
 from stemma.server.admission.caller import caller
 from stemma.server.history.answers import scope_of
@@ -67,12 +68,12 @@ def num_chars(value: Any) -> int:
     return total
 
 
-def template_arguments(intake: Intake, body: ChatRequest) -> dict[str, Any]:
+def template_arguments(tokenizer: Tokenizer, body: ChatRequest) -> dict[str, Any]:
     """Return what the template gets besides messages and tools. Raises InvalidRequest naming the argument.
 
     Variables that this template doesn't read are ignored: clients send ``enable_thinking`` to every model.
     """
-    known = intake.engine.tokenizer.template_variables
+    known = tokenizer.template_variables
     arguments: dict[str, Any] = {}
     for name, value in (body.chat_template_kwargs or {}).items():
         where = f"chat_template_kwargs.{name[:_MAX_SHOWN_CHARS]}"

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 from stemma.config.settings import RequestSettings
 from stemma.errors import InvalidRequest, PromptTooLong
 from stemma.model.lora.adapter import Adapter
+from stemma.model.tokenizer import Tokenizer
+from stemma.model.vision.sources import ImageSource
 from stemma.server.schemas.bounds import MAX_INT32, MAX_PROMPTS
-from stemma.server.schemas.openai import ChatRequest, OpenAIRequest
+from stemma.server.schemas.openai import ChatRequest, Message, OpenAIRequest
 from stemma.server.turn.build import Prompt
 from stemma.server.turn.chat_template import (
     conversation_prompt,
@@ -171,6 +173,25 @@ def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}}}}
 
 
+def conversation_of(
+    tokenizer: Tokenizer, rules: TemplateRules, body: ChatRequest, given: Sequence[Message], *, sees: bool
+) -> tuple[Conversation, list[ImageSource]]:
+    """Return what the checkpoint's template renders for a chat request with these messages, and its images.
+
+    `sees`: whether the model takes images. Raises InvalidRequest.
+    """
+    messages, sources = template_messages(given, sees=sees, rules=rules)
+    tools = None if body.tool_choice == "none" else list(map(_with_parameters, body.tools or ())) or None
+    conversation = Conversation(
+        messages,
+        tools,
+        template_arguments(tokenizer, body),
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+    )
+    return conversation, sources
+
+
 async def chat_prompt(
     intake: Intake, body: ChatRequest, adapter: Adapter | None = None, salt: str | None = None
 ) -> Prompt:
@@ -180,16 +201,9 @@ async def chat_prompt(
     """
     rules = intake.template_rules if body.chat_template is None else TemplateRules()
     given = without_nonces(body.messages) if intake.settings.server.strip_client_nonces else body.messages
-    messages, sources = template_messages(given, sees=intake.images is not None, rules=rules)
-    tools = None if body.tool_choice == "none" else list(map(_with_parameters, body.tools or ())) or None
-    check_length(intake, num_chars([messages, tools]), "messages")
-    conversation = Conversation(
-        messages,
-        tools,
-        template_arguments(intake, body),
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-        continue_final_message=body.continue_final_message,
-    )
+    sees = intake.images is not None
+    conversation, sources = conversation_of(intake.engine.tokenizer, rules, body, given, sees=sees)
+    check_length(intake, num_chars([conversation.messages, conversation.tools]), "messages")
     key = "" if adapter is None else adapter.key
     images = [] if intake.images is None else await intake.images.read(sources)
     prompt = await conversation_prompt(intake, body, conversation, salt, key, images)

@@ -164,7 +164,15 @@ class MooncakePool(PoolBackend):
             codes = self._call(put, names, *_scattered(parts), self._replicate)
         for index, code in zip(absent, codes, strict=True):
             results[index] = _put_result(code)
+        self._doubt(keys, results, [index for index in absent if results[index] is PutResult.EXISTS])
         return results
+
+    def _doubt(self, keys: Sequence[str], results: list[PutResult], begun: Sequence[int]) -> None:
+        """Take back that values exist which others have only begun to put: those may never end that."""
+        there = self.exists_many([keys[index] for index in begun])
+        for index, is_there in zip(begun, there, strict=True):
+            if not is_there:
+                results[index] = PutResult.DROPPED
 
     def remove(self, keys: Sequence[str]) -> int:
         """One call; removes leased keys too.

@@ -33,7 +33,7 @@ from stemma.server.turn.chat import ChatAsked, chat_turn
 from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.hints import Hints, hint_of
 from stemma.server.turn.models import answered_by, check_model
-from stemma.server.turn.outputs import OutputStream
+from stemma.server.turn.outputs import OutputStream, stream_header
 from stemma.server.turn.prompts import chat_prompt
 from stemma.types import FinishReason, RetentionRange
 
@@ -53,7 +53,9 @@ async def create_message(request: Request) -> Response:
     if body.stream:
         outputs = await context.runner.start(request, [turn])
         source = reply.events(outputs)
-        return EventStream(source, outputs, told=lambda error: _event(anthropic_error.body(error)))
+        return EventStream(
+            source, outputs, stream_header(outputs), lambda error: _event(anthropic_error.body(error))
+        )
     [result] = await context.runner.run_to_end(request, [turn])
     return json_response(reply.whole(result))
 

@@ -42,7 +42,7 @@ from stemma.server.turn.chat import ChatAsked, chat_turn
 from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.hints import Hints, hint_of
 from stemma.server.turn.models import answered_by, check_model
-from stemma.server.turn.outputs import OutputStream
+from stemma.server.turn.outputs import OutputStream, stream_header
 from stemma.server.turn.prompts import chat_prompt
 from stemma.types import DEFAULT_PRIORITY, FinishReason, RetentionHint, TokenArray, as_tokens
 
@@ -72,7 +72,7 @@ async def create_response(request: Request) -> Response:
     reply = _Reply(context, stores, body, turn, owner, history, past.items, whole_items(body.input))
     if body.stream:
         outputs = await context.runner.start(request, [turn])
-        return EventStream(reply.events(outputs), outputs)
+        return EventStream(reply.events(outputs), outputs, stream_header(outputs))
     [result] = await context.runner.run_to_end(request, [turn])
     return json_response(await reply.whole(result))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
 
@@ -17,6 +20,7 @@ from stemma.server.routing.picker.messages import (
     body_pieces,
     go_on,
     headers_of,
+    more_time,
     picked,
     refused,
     served_by,
@@ -29,8 +33,28 @@ from stemma.server.schemas.json_input import parse_json
 
 _MOST_ENDPOINTS = 3
 """The best server, and those that Envoy may try after it."""
+_SOON_S = 0.5
+"""What takes longer asks Envoy for more time: its example gives a picker a second."""
+_LONGEST_S = 10.0
 _PASSED_ON = ("authorization", "x-api-key", "content-type", "x-request-id")
 """Headers that a server needs to tokenize for whoever asks."""
+
+
+@asynccontextmanager
+async def task_of(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+    """Run work beside; it ends with the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def ends_within(task: asyncio.Task[None], seconds: float) -> bool:
+    """Return whether a task ends in time; it goes on in any case."""
+    await asyncio.wait({task}, timeout=seconds)
+    return task.done()
 
 
 class Exchange:
@@ -99,7 +123,10 @@ class Exchange:
             if not is_last and self._mode == FULL_DUPLEX:
                 return
             content = b"".join(self._content)
-            await self._read(content)
+            async with task_of(self._read(content)) as reading:
+                if self._mode == BUFFERED and not await ends_within(reading, _SOON_S):
+                    yield more_time(_LONGEST_S)
+                await reading
         except OverBudget as error:
             yield refused(429, str(error), 1)
             return
@@ -114,10 +141,11 @@ class Exchange:
                 yield answer
 
     async def _read(self, content: bytes) -> None:
-        """Learn what the prompt is; what isn't JSON is placed without one."""
-        if not content or "json" not in self._headers.get("content-type", "application/json"):
+        """Learn what the prompt is; what isn't JSON, or is compressed, is placed without one."""
+        is_json = "json" in self._headers.get("content-type", "application/json")
+        if not content or not is_json or self._headers.get("content-encoding", "identity") != "identity":
             return
-        body = parse_json(content)
+        body = await asyncio.to_thread(parse_json, content)
         if isinstance(body, dict):
             headers = {name: self._headers[name] for name in _PASSED_ON if name in self._headers}
             path = self._headers.get(":path", "").partition("?")[0]

@@ -8,6 +8,7 @@ by commas.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import orjson
@@ -119,6 +120,11 @@ def go_on(message: ProcessingRequest, *, pass_bodies: bool) -> list[ProcessingRe
     if body is not None and pass_bodies:
         return body_pieces(body.body, of_request=of_request, is_last=body.end_of_stream)
     return [_body(CommonResponse(), of_request=of_request)]
+
+
+def more_time(seconds: float) -> ProcessingResponse:
+    """Return the answer that keeps Envoy waiting for the real one."""
+    return ProcessingResponse(override_message_timeout=timedelta(seconds=seconds))
 
 
 def refused(status: int, message: str, retry_after_s: int | None = None) -> ProcessingResponse:

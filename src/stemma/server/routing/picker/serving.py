@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _READY = ("", "readiness", SERVICE)
 _GRACE_S = 5.0
+_AROUND_BYTES = 2**20
+"""Headers and metadata of a message, beside a body."""
 
 
 class Picker:
@@ -72,7 +74,9 @@ async def serving_picker(
 ) -> AsyncIterator[int]:
     """Listen meanwhile; yield the port. Raises ConfigError."""
     picker = Picker(served, max_body_bytes, body_memory)
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    # Envoy sends a whole body in one message; gRPC takes 4 MiB unless it is told otherwise.
+    limits = [("grpc.max_receive_message_length", max_body_bytes + _AROUND_BYTES)]
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0), *limits])
     handler = grpc.stream_stream_rpc_method_handler(
         picker.process,
         request_deserializer=ProcessingRequest.parse,
