@@ -116,9 +116,10 @@ def show_divergences(console: Console, found: dict[str, Any]) -> None:
             if example[side] is not None:
                 console.print(_quoted(side, example["common"], example[side], colour, is_start=False))
         if (replay := one["replay"]) is not None:
+            instead = "in one order" if one["shape"] == "tools reordered" else "with it at the end"
             console.print(
                 f"  Replayed {replay['num_prompts']:,} prompts, {replay['num_changed']:,} of them with it: "
-                f"{replay['num_cached_tokens']:,} tokens cached; with it at the end "
+                f"{replay['num_cached_tokens']:,} tokens cached; {instead} "
                 f"{replay['num_cached_tokens_moved']:,}.",
                 style="dim",
             )
