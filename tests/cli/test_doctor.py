@@ -138,3 +138,13 @@ def test_a_model_is_described(tmp_path: Path) -> None:
     assert found["weight_bytes"] > 0
     assert found["problems"] == []
     assert report()["model"] is None
+
+
+def test_a_buffer_that_holds_less_than_a_step_is_told(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0)
+    path = save_checkpoint(make_model(config, 0), tokenizer(), tmp_path / "model")
+    disk = ["--disk-cache", str(tmp_path / "disk"), "--disk-cache-size", "50MB"]
+    small = report(str(path), *disk, "--transfer-buffer", "64KB")["model"]["problems"]
+    assert any("a step commits up to 32" in one for one in small), small
+    assert not any("transfer_buffer" in one for one in report(str(path), *disk)["model"]["problems"])

@@ -150,6 +150,11 @@ class TopView:
             )
         if regretted := engine["num_regretted_blocks"]:
             head.append(f"\n{regretted:,} blocks evicted from the device came back within a minute")
+        dropped = (engine.get("transfer") or {}).get("dropped_writes", {})
+        if told := ", ".join(
+            f"{count:,} {reason.replace('_', ' ')}" for reason, count in dropped.items() if count
+        ):
+            head.append(f"\nblocks not written to the tiers below: {told}", "yellow")
         if now["failure"]:
             head.append(f"\n{visible(now['failure'])}", "bold red")
         return head
