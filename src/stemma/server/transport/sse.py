@@ -113,12 +113,12 @@ class EventStream(Response):
             try:
                 async for chunk in source:
                     self._was_quiet = False
-                    message = {"type": "http.response.body", "body": chunk, "more_body": True}
                     if len(chunk) > PIECE_BYTES:
+                        message = {"type": "http.response.body", "body": chunk, "more_body": True}
                         await send_in_pieces(direct_send, message)
                         continue
                     # Middlewares look at the start of a response alone, and each costs a call a token.
-                    await direct_send(message)
+                    await direct_send({"type": "http.response.body", "body": chunk, "more_body": True})
             except StemmaError as error:
                 if self._told is None:
                     raise
