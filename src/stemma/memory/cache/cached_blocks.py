@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from stemma.errors import IntegrityError
 from stemma.memory.cache.block_records import BlockRecords
-from stemma.memory.cache.checkpoints import Turn, turn_of
 from stemma.memory.cache.elsewhere import Elsewhere
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.loaded_ahead import LoadedAhead
+from stemma.memory.cache.turns import Turn, turn_of
 from stemma.memory.device.allocator import BlockAllocator
 from stemma.memory.kv_events import BlocksRemoved, BlocksStored, KVEventSink
 from stemma.memory.tiers.device_block import DeviceBlock

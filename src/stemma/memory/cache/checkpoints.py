@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.slots import Slots
+from stemma.memory.cache.turns import CachedKV, Turn, turn_of
 from stemma.memory.device.layout import WindowGroup
 from stemma.memory.device.slabs import PAGES, STATES, SlabAllocator
 from stemma.memory.kv_events import BlocksRemoved, CheckpointStored, KVEventSink
@@ -31,15 +30,6 @@ from stemma.types import BlockKey, RetentionHint, Tier
 _STATE, _PAGE = b"stemma.state", b"stemma.window"
 _MOST_AT_ONCE = 32
 """KV blocks evicted before it is asked again whether it is a checkpoint's turn."""
-
-Turn: TypeAlias = tuple[int, float]
-"""What has expired leaves first, then what has the lowest priority, then what was unused the longest."""
-
-
-def turn_of(hint: RetentionHint, used_at: float, now: float) -> Turn:
-    """Return when it is the turn of what was used then; smaller is sooner."""
-    has_expired = hint.ttl_s is not None and now - used_at > hint.ttl_s
-    return (-1 if has_expired else hint.priority), used_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +48,6 @@ class Places:
     """Layers with windows, which have pages; None: there are none."""
     num_reserved: int = 0
     """Blocks that no sequence can have: room for its states and pages."""
-
-
-class CachedKV(Protocol):
-    """The blocks of the index, as far as they share memory with checkpoints."""
-
-    def oldest(self) -> Turn | None:
-        """Return whose turn it is to leave; None: no block can."""
-
-    def evict(self, num_blocks: int) -> int:
-        """Evict up to `num_blocks` blocks, lowest-ranked first; return how many."""
-
-    def present(self) -> npt.NDArray[np.bool_]:
-        """Return which blocks are in the index, shape [num_blocks]."""
 
 
 @dataclass(slots=True)

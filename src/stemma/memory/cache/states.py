@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.errors import IntegrityError
-from stemma.memory.cache.checkpoints import CachedKV, Checkpoints, Places
+from stemma.memory.cache.checkpoints import Checkpoints, Places
 from stemma.memory.cache.lease import Lease, LeaseState, StateMove
+from stemma.memory.cache.turns import CachedKV
 from stemma.memory.device.layout import WindowGroup
 from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.lower import LowerTiers
