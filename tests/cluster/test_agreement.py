@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from stemma.cluster.agreement import disagreements
 from stemma.cluster.told import ToldModel
 
-SAME = {"block_size": 16, "model": "m", "kv": "k", "template": "t", "adapters": ((1, 10), (2, 20))}
+SAME: dict[str, Any] = {
+    "block_size": 16,
+    "model": "m",
+    "kv": "k",
+    "template": "t",
+    "adapters": ((1, 10), (2, 20)),
+}
 
 
 def told(**other) -> ToldModel:

@@ -23,7 +23,7 @@ URL = "http://localhost:7001"
 ADMIN = {"authorization": "Bearer s3cret"}
 OPTIONS = RouteOptions(admin_key="s3cret")
 SAID = [{"role": "user", "content": "What was cached before?"}]
-REQUESTS = {
+REQUESTS: dict[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "What was cached before?"},
     "/v1/chat/completions": {"messages": SAID},
     "/v1/messages": {"messages": SAID, "max_tokens": 4},

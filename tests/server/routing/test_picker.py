@@ -182,7 +182,8 @@ async def test_bodies_that_cannot_be_read(picker: Asked, content: bytes, status:
 
 async def test_a_compressed_body_is_placed_unread(picker: Asked) -> None:
     """The servers say whether they take it."""
-    _, chosen = await picker.exchange(headers(**{"content-encoding": "gzip"}), body(b"\x1f\x8b\x08"))
+    packed: dict[str, Any] = {"content-encoding": "gzip"}
+    _, chosen = await picker.exchange(headers(**packed), body(b"\x1f\x8b\x08"))
     assert set(choice(chosen)) == ENDPOINTS
 
 

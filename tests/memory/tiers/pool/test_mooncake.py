@@ -132,6 +132,6 @@ def test_a_value_that_another_server_only_began_to_put_does_not_count_as_there(
     monkeypatch.setattr(pool, "_client", Client(), raising=False)
     monkeypatch.setattr(pool, "_closed", False, raising=False)
     monkeypatch.setattr(pool, "_replicate", None, raising=False)
-    value = [memoryview(bytearray(8))]
+    value = (memoryview(bytearray(8)),)
     results = pool.put_many(["a", "b", "c"], [value, value, value])
     assert results == [PutResult.DROPPED, PutResult.EXISTS, PutResult.STORED]
