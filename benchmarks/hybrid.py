@@ -38,10 +38,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.attention import BLOCK_SIZE, Case, make_batch
 from stemma.config.settings import ModelSettings
+from stemma.memory.cache.checkpoints import Places
 from stemma.memory.cache.prefix_cache import PrefixCache
-from stemma.memory.cache.states import CachedStates, Places
+from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout, WindowGroup
+from stemma.memory.device.slabs import SlabAllocator
 from stemma.model.batch import ForwardBatch, StateMoves
 from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import load_model
@@ -268,7 +270,11 @@ def ours(turns: Sequence[Turn]) -> Tally:
     """Serve the turns from the real cache, one after the other, in chunks."""
     space = KeySpace("model", "layout", 64)
     states = CachedStates(
-        Places(4096, lambda state: range(state, state + 1)), 64, None, perf_counter, interval=1024
+        Places(SlabAllocator(_Buffer.num_blocks, 1), 1, lambda state: range(state, state + 1)),
+        64,
+        None,
+        perf_counter,
+        interval=1024,
     )
     cache = PrefixCache(_Buffer(), RadixIndex(64, make_policy("lru")), space, states=states)
     everything, tally = Everything(), Tally()

@@ -88,8 +88,6 @@ def small_device(llm: LLM) -> dict[str, Any]:
     elif layout.state is not None:
         rest = (SMALL_STATES * layout.blocks_per_state + 1) * layout.block_bytes
     settings: dict[str, Any] = {"kv_cache_memory": f"{kv_bytes + rest}B", "load_when": "always"}
-    if layout.state is not None:
-        settings["state_cache_fraction"] = rest / (kv_bytes + rest)
     return settings | {"max_batch_tokens": SMALL_STEP}
 
 

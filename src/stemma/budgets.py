@@ -60,6 +60,12 @@ class Budget:
             self._total += amount
             self._held[owner] += amount
 
+    def add(self, amount: int, owner: str = "") -> None:
+        """Count what is there already, whether there is room for it or not."""
+        with self._lock:
+            self._total += amount
+            self._held[owner] += amount
+
     def give_back(self, amount: int, owner: str = "") -> None:
         """Return what was taken."""
         with self._lock:

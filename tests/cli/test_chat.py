@@ -26,6 +26,7 @@ class ScriptedServer:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.num_broken_off = 0
+        self.model = "scripted"
         self.url = ""
 
     def pieces(self, question: str) -> Iterator[str]:
@@ -46,8 +47,8 @@ def scripted() -> Iterator[ScriptedServer]:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            listed = {"data": [{"id": "scripted"}]}
-            self.wfile.write(b"the tree\n" if "tree" in self.path else orjson.dumps(listed))
+            listed = {"data": [{"id": served.model}]}
+            self.wfile.write(b"the tree \xc2\x9b2J\n" if "tree" in self.path else orjson.dumps(listed))
 
         def do_POST(self) -> None:
             body = orjson.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -164,15 +165,18 @@ def test_commands(chat: Terminal, scripted: ScriptedServer) -> None:
 
 
 def test_an_answer_cannot_command_the_terminal(scripted: ScriptedServer, tmp_path: Path) -> None:
+    scripted.model = "[/x]\x1b[2J"
     run = subprocess.run(
         [sys.executable, "-m", "stemma", "chat", scripted.url],
-        input="evil\n",
+        input="evil\n/tree\n",
         capture_output=True,
         text=True,
         timeout=60,
         env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
     )
     assert "good" in run.stdout
+    assert "the tree" in run.stdout
+    assert "[/x]" in run.stdout
     assert not {"\x1b", "\x07", "\x9b"} & set(run.stdout)
 
 

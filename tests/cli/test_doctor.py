@@ -6,15 +6,19 @@ import importlib.metadata
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
+from transformers import LlamaConfig
 from typer.testing import CliRunner, Result
 
 from stemma.cli import make_app
 from stemma.cli.doctor.listening import ports_open_to_all
 from stemma.errors import ConfigError
+from stemma.model.tiny import save_checkpoint
 from stemma.native.levels import LEVELS, available_levels
+from tests.checkpoints import make_model, tokenizer
 from tests.memory.tiers.pool.servers import MooncakeMaster
 
 
@@ -113,3 +117,34 @@ def test_mooncakes_client_listens_on_all_interfaces_and_doctor_says_so(tmp_path:
         master.stop()
     [line] = [line for line in result.stdout.splitlines() if line.startswith("pool")]
     assert "answers; its client listens on all interfaces (ports " in line
+
+
+def test_a_model_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
+    result = doctor(str(tmp_path / "none"))
+    assert result.exit_code == 1
+    assert f"{tmp_path / 'none'}: no checkpoint directory" in result.stdout
+    assert "nothing is wrong" not in result.stdout
+    (tmp_path / "config.json").write_text("{")
+    assert any(str(tmp_path) in problem for problem in report(str(tmp_path))["problems"])
+
+
+def test_a_model_is_described(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0)
+    path = save_checkpoint(make_model(config, 0), tokenizer(), tmp_path)
+    found = report(str(path))["model"]
+    assert found["architecture"] == "LlamaForCausalLM"
+    assert found["max_model_len"] > 0
+    assert found["weight_bytes"] > 0
+    assert found["problems"] == []
+    assert report()["model"] is None
+
+
+def test_a_buffer_that_holds_less_than_a_step_is_told(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0)
+    path = save_checkpoint(make_model(config, 0), tokenizer(), tmp_path / "model")
+    disk = ["--disk-cache", str(tmp_path / "disk"), "--disk-cache-size", "50MB"]
+    small = report(str(path), *disk, "--transfer-buffer", "64KB")["model"]["problems"]
+    assert any("a step commits up to 32" in one for one in small), small
+    assert not any("transfer_buffer" in one for one in report(str(path), *disk)["model"]["problems"])

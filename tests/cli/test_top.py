@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from stemma.cli.top import TopView
+from stemma.terminal_text import visible_json
 
 
 def look(time: float, prompt: int, device: int, **changes) -> dict:
@@ -34,7 +35,7 @@ def look(time: float, prompt: int, device: int, **changes) -> dict:
 
 
 def text_of(view: TopView) -> str:
-    console = Console(width=140, highlight=False, color_system=None)
+    console = Console(width=140, highlight=False, markup=False, color_system=None)
     with console.capture() as capture:
         console.print(view.render())
     return capture.get()
@@ -87,3 +88,24 @@ def test_a_request_that_never_started_has_no_share():
     assert "refused" in shown
     assert "waits" in shown
     assert "and 2 more" in shown
+
+
+def test_no_text_of_a_server_commands_the_terminal_or_ends_the_view():
+    """Neither escapes nor rich's markup, wherever they stand."""
+    evil = "[/x]\x1b[2J\x9b2J"
+    ended = {
+        "request": evil,
+        "outcome": evil,
+        "prompt_tokens": 10,
+        "cached_tokens": 1,
+        "miss": evil,
+        "first_token_s": None,
+        "total_s": 0.01,
+    }
+    tenants = [{"name": evil, "requests": 2, "prompt_tokens": 100, "cached_tokens": 25}]
+    found = visible_json(look(100.0, 1000, 300, ended=[ended], tenants=tenants, model=evil, failure=evil))
+    view = TopView()
+    view.update(found)
+    shown = text_of(view)
+    assert shown.count("[/x]\\x1b[2J\\x9b2J") >= 5
+    assert not {"\x1b", "\x9b"} & set(shown)

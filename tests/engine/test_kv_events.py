@@ -111,7 +111,7 @@ def test_a_follower_believes_no_checkpoint_of_which_a_lower_tier_lost_a_piece(
 ) -> None:
     """The tier is small: it evicts pieces by themselves, and prompts with damaged checkpoints come back."""
     path = hybrids.build(family, tmp_path / "model")
-    tiers = {lower: "500kB"} | ({} if lower == "host_cache" else {"disk_cache": str(tmp_path / "disk")})
+    tiers = {lower: "800kB"} | ({} if lower == "host_cache" else {"disk_cache": str(tmp_path / "disk")})
     llm = LLM(path, block_size=16, kv_cache_memory="500kB", max_batch_tokens=64, load_when="always", **tiers)
     holdings = Holdings()
     cache = llm.engine.cache

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from tests.insight.postgres import Postgres, missing_for_postgres
 
 from stemma.errors import ConfigError, StorageError
-from stemma.insight.ledger import Ledger, sqlite_url, total, usage
+from stemma.insight.ledger import Ledger, drop_older, sqlite_url, total, usage
 from stemma.insight.prices import Price, PriceTable
 from stemma.insight.usage_record import UsageRecord
 from stemma.supervision import LoggingSupervisor
@@ -58,6 +58,12 @@ def write(url: str, *records: UsageRecord) -> None:
     futures = [ledger.record(item) for item in records]
     assert all(future.result(10) for future in futures)
     ledger.close()
+
+
+def test_what_is_old_can_be_dropped(url: str):
+    write(url, record(1, at=10.0), record(2, at=20.0), record(3, at=30.0))
+    assert drop_older(url, 20.0) == 1
+    assert sum(row.num_requests for row in usage(url, "tenant")) == 2
 
 
 def test_sums_by_tenant_day_and_model(url: str):

@@ -95,7 +95,7 @@ def small_device(llm: LLM) -> dict[str, Any]:
         return {"kv_cache_memory": f"{kv_bytes}B"}
     state_bytes = (SMALL_STATES * layout.blocks_per_state + 1) * layout.block_bytes
     total = kv_bytes + state_bytes
-    return {"kv_cache_memory": f"{total}B", "state_cache_fraction": state_bytes / total}
+    return {"kv_cache_memory": f"{total}B"}
 
 
 def check_family(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config
 
-from stemma.config.settings import CacheSettings, ModelSettings
+from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError, StemmaError, UnsupportedModel
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import CompressedLayer, CompressedLayout, KVLayout
@@ -190,13 +190,14 @@ def published() -> KVLayout:
     return KVLayout(1, 1, 16, 1, made.block_dim(16), "bfloat16", windows=group, compressed=made)
 
 
-def test_pages_take_half_of_the_memory() -> None:
+def test_blocks_and_pages_share_all_of_the_memory() -> None:
     layout = published()
     assert layout.bytes_per_token == 7_936
     assert layout.page.bytes_per_token == 193_536
     num_bytes = 64 << 30
-    sizes = device_sizes(layout, num_bytes, CacheSettings(), 2048)
-    assert 0.45 < sizes.num_pages * layout.blocks_per_page * layout.block_bytes / num_bytes < 0.55
+    sizes = device_sizes(layout, num_bytes, 2048)
+    assert 0.999 < sizes.num_blocks * layout.block_bytes / num_bytes <= 1.0
+    assert sizes.num_reserved < 0.02 * sizes.num_blocks
 
 
 def test_places_that_kernels_cant_count_are_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from openai.types import Batch
 
 from stemma.budgets import Budget
 from stemma.config.settings import ServerSettings, Settings
@@ -22,12 +20,11 @@ from stemma.server.app import create_app
 from stemma.server.batches.records import BATCH_PURPOSE, StoredFile
 from stemma.server.batches.records import Batch as StoredBatch
 from stemma.server.batches.store import BatchStore
+from tests.server.batch_client import CHAT, begun, line, records, sent, waited
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.scripted_process import scripted_server
 
-CHAT = "/v1/chat/completions"
 DEEP = '"tools": ' + "[" * 600 + "]" * 600
-SHARED = "You answer questions about trees. " * 8
 
 
 @pytest.fixture
@@ -45,38 +42,6 @@ def settings(settings: Settings, tmp_path: Path, batch_seats: int) -> Settings:
 @pytest.fixture
 def client(live_url: str) -> OpenAI:
     return OpenAI(base_url=f"{live_url}/v1", api_key="unused", max_retries=0)
-
-
-def line(custom_id: str, text: str, **fields: Any) -> dict[str, Any]:
-    messages = [{"role": "system", "content": SHARED}, {"role": "user", "content": text}]
-    body = {"model": "scripted", "messages": messages, "max_tokens": 4, **fields}
-    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}
-
-
-def sent(client: OpenAI, lines: list[Any]) -> str:
-    content = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines)
-    return client.files.create(file=("in.jsonl", content.encode()), purpose="batch").id
-
-
-def begun(client: OpenAI, lines: list[Any], endpoint: Any = CHAT, window: Any = "24h") -> Batch:
-    return client.batches.create(
-        input_file_id=sent(client, lines), endpoint=endpoint, completion_window=window, metadata={"a": "b"}
-    )
-
-
-def waited(client: OpenAI, batch: Batch, until: Callable[[Batch], bool] | None = None) -> Batch:
-    ended = until or (lambda one: one.status in ("completed", "failed", "expired", "cancelled"))
-    deadline = time.monotonic() + 30
-    while not ended(batch):
-        assert time.monotonic() < deadline, batch
-        time.sleep(0.02)
-        batch = client.batches.retrieve(batch.id)
-    return batch
-
-
-def records(client: OpenAI, file_id: str | None) -> list[Any]:
-    assert file_id is not None
-    return [json.loads(one) for one in client.files.content(file_id).text.splitlines()]
 
 
 def test_results_come_in_the_order_of_lines(client: OpenAI) -> None:
@@ -266,7 +231,9 @@ def test_a_batch_outlives_its_server(tokenizer_path: Path, tmp_path: Path, signa
     assert batch.status == "completed"
     assert [one["custom_id"] for one in found] == [f"{i}" for i in range(40)]
     # What had been answered before is not answered again.
-    [answered] = [one for one in metrics.splitlines() if one.startswith('stemma_requests_total{api="chat"')]
+    [answered] = [
+        one for one in metrics.splitlines() if one.startswith('stemma_requests_total{api="chat",outcome="ok"')
+    ]
     assert before.request_counts is not None
     assert float(answered.split()[-1]) <= 40 - before.request_counts.completed
 

@@ -17,7 +17,7 @@ from stemma.config.settings import Settings
 from stemma.errors import InvalidRequest
 from stemma.server.app import create_app
 from stemma.server.schemas.bounds import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH
-from stemma.server.turn.json_input import parse_json
+from stemma.server.schemas.json_input import parse_json
 from tests.server.scripted_engine import ScriptedEngine
 
 USER = [{"role": "user", "content": "Hello"}]

@@ -13,6 +13,7 @@ from stemma.server.answers.events import CallArguments, CallStart
 from stemma.server.apis.messages.output import ContentBlocks
 from stemma.server.turn.call_arguments import (
     MAX_REPAIRED_CHARS,
+    UNREADABLE,
     ControlEscapes,
     arguments_text,
     call_arguments,
@@ -60,6 +61,14 @@ def test_text_is_kept_as_it_was_written_where_it_is_json(arguments: dict[str, An
     text = json.dumps(arguments, indent=1)
     assert arguments_text(text, arguments) == text
     assert json.loads(arguments_text(text[:-1], arguments)) == arguments
+
+
+def test_arguments_beyond_the_bounds_of_json_are_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A string of empty arrays inside a body is no way around the bounds of the body."""
+    text = "[" + ",".join(["[]"] * 60_000) + "]"
+    monkeypatch.setattr("orjson.loads", lambda _: pytest.fail("it was built"))
+    arguments = call_arguments(text)
+    assert json.loads(arguments_text(text, arguments)) == arguments == {UNREADABLE: text}
 
 
 @given(OBJECTS, st.integers(1, 7))

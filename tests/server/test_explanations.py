@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from stemma.cli.explain import visible
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.prefix.explain import Parting
 from stemma.prefix.index import MAX_FOLLOWING
 from stemma.server.observe.explanations import Explanation, Explanations
+from stemma.terminal_text import visible
 from stemma.types import Tier
 
 

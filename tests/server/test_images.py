@@ -161,6 +161,15 @@ async def test_an_image_in_another_place_is_not_encoded_again(client: Client) ->
     assert await metric(client, "stemma_images_reused_total") == 1
 
 
+async def test_an_image_of_another_salt_is_encoded_again(client: Client) -> None:
+    """Else a faster answer tells that somebody sent it."""
+    for number, salt in ((1, "ada"), (1, "ada"), (2, "bob")):
+        path, body = openai(picture(8), "What is this?", cache_salt=salt)
+        body["messages"].insert(0, {"role": "system", "content": f"{number} {salt}"})
+        await post(client, path, body)
+        assert await metric(client, "stemma_images_encoded_total") == number
+
+
 async def test_explanations_show_images_and_name_them(client: Client, family: str) -> None:
     await post(client, *openai(picture(1, 140, 84), "What is this?"))
     path, body = openai(picture(2, 140, 84), "What is this?")
@@ -263,8 +272,8 @@ async def test_decoded_images_are_a_budget(settings: EngineSettings) -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as http:
         path, body = openai(picture(1, 300, 300), "What is this?")
         answer = await http.post(path, json=body)
-        assert answer.status_code == 503
-        assert "bytes of decoded images" in answer.json()["error"]["message"]
+        assert answer.status_code == 400
+        assert "--image-memory" in answer.json()["error"]["message"]
         held = next(
             line
             for line in (await http.get("/metrics")).text.splitlines()

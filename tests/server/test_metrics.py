@@ -69,3 +69,18 @@ def test_an_unknown_name_is_refused(engine: ScriptedEngine, settings: Settings) 
     server = ServerSettings(metric_aliases=("sglang",))
     with pytest.raises(ConfigError, match="sglang"):
         create_app(engine, settings.model_copy(update={"server": server}))
+
+
+_BY_CLIENTS = {"stemma_tenant", "stemma_requests", "stemma_ignored_hints"}
+"""Their labels come from requests."""
+
+
+async def test_counts_begin_at_zero(client: httpx.AsyncClient) -> None:
+    """An alert on an increase would miss the first burst of a series that begins with it."""
+    text = (await client.get("/metrics")).text
+    empty = {
+        family.name
+        for family in text_string_to_metric_families(text)
+        if family.type == "counter" and not family.samples and not family.name.startswith(tuple(_BY_CLIENTS))
+    }
+    assert empty == set()

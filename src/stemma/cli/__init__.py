@@ -130,8 +130,10 @@ def run(app: typer.Typer) -> None:
     except StemmaError as error:
         from rich.console import Console
 
+        from stemma.terminal_text import visible_lines
+
         console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-        console.print(f"error: {error}", style="red")
+        console.print(f"error: {visible_lines(str(error))}", style="red")
         sys.exit(EXIT_USAGE)
 
 

@@ -12,6 +12,7 @@ import typer
 
 from stemma.errors import StorageError
 from stemma.http import http_client
+from stemma.terminal_text import visible_json, visible_lines
 
 AdminKey = Annotated[str | None, typer.Option(envvar="STEMMA_ADMIN_KEY", help="Its admin key.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -19,12 +20,12 @@ _LOOK_TIMEOUT_S, _WORK_TIMEOUT_S = 60.0, 600.0
 
 
 def ask(url: str, method: str, path: str, admin_key: str | None, **request: Any) -> dict[str, Any]:
-    """Return the JSON object that the server at `url` answers with; `request` is httpx's.
+    """Return the JSON object that the server at `url` answers with, safe to show; `request` is httpx's.
 
     Raises StorageError, with the server's own message, if it doesn't answer or refuses.
     """
     with answer(url, method, path, admin_key, **request) as response:
-        return dict(json.loads(response.read()))
+        return dict(visible_json(json.loads(response.read())))
 
 
 @contextmanager
@@ -48,6 +49,6 @@ def answer(
 
 def _message(content: bytes, status: int) -> str:
     try:
-        return str(json.loads(content)["error"]["message"])
+        return visible_lines(str(json.loads(content)["error"]["message"]))
     except (ValueError, KeyError, TypeError):
         return f"the server answered with status {status}"

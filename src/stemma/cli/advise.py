@@ -50,7 +50,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what to change for this traffic: memory, tiers, policy, prompts, or the cache itself."""
-    console = Console(highlight=False, stderr=as_json)
+    console = Console(highlight=False, markup=False, stderr=as_json)
     if source.startswith(("http://", "https://")):
         stats = ask(source, "GET", "/admin/stats", admin_key)
         found = from_server(stats, ask(source, "GET", "/admin/divergences", admin_key))

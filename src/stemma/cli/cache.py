@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stemma.cli.admin_client import AdminKey, answer, ask
+from stemma.cli.cache_kept import drop_kept, is_beside_blocks, show_kept
 from stemma.cli.cache_prompt import read_prompt
 from stemma.cli.cache_public import publish_command, published_command, unpublish_command
 from stemma.cli.progress import CommandProgress, open_progress
@@ -29,7 +30,9 @@ app.command("publish")(publish_command)
 app.command("unpublish")(unpublish_command)
 app.command("published")(published_command)
 
-Directory = Annotated[Path, typer.Argument(help="Directory that --disk-cache names.")]
+Directory = Annotated[
+    Path, typer.Argument(help="Directory that --disk-cache names, or --batch-directory, or a --ledger file.")
+]
 Space = Annotated[
     str | None, typer.Option("--space", help="Sub-directory, by the start of its name; default: all.")
 ]
@@ -43,11 +46,14 @@ TenantName = Annotated[str, typer.Option(help="Whose blocks, on a server with --
 
 @app.command("ls")
 def ls_command(directory: Directory) -> None:
-    """List the models whose blocks are in a directory."""
+    """List the models whose blocks are in a directory; or what a directory of batches or a ledger holds."""
     from stemma.memory.tiers.disk.existing import count_blocks, unreadable
     from stemma.memory.tiers.disk.spaces import list_spaces
     from stemma.server.history.log import FILE_NAME, count_answers
 
+    if is_beside_blocks(directory):
+        show_kept(directory)
+        return
     for space in list_spaces(directory):
         manifest, count = space.manifest, count_blocks(space)
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(space.used_at))
@@ -93,12 +99,20 @@ def gc_command(
         str | None, typer.Option(help="Delete the least recently used models until the rest fits, e.g. 50GB.")
     ] = None,
 ) -> None:
-    """Delete damaged sub-directories, unused blocks and unused models. Sub-directories in use are kept."""
+    """Delete damaged sub-directories, unused blocks and unused models. Sub-directories in use are kept.
+
+    Of a directory of batches, or a usage ledger's file, delete what is older than --unused-for.
+    """
     from stemma.memory.tiers.disk.existing import open_existing, unreadable
     from stemma.memory.tiers.disk.spaces import list_spaces, remove_space
     from stemma.server.history.log import FILE_NAME, drop_unused
 
     age_s = None if unused_for is None else parse_duration(unused_for)
+    if is_beside_blocks(directory):
+        if age_s is None:
+            raise ConfigError(f"{directory} holds no blocks; say how old what goes must be: --unused-for 30d")
+        drop_kept(directory, age_s)
+        return
     limit = None if max_size is None else parse_size(max_size)
     total = sum(space.allocated_bytes for space in list_spaces(directory))
     for space in list_spaces(directory):

@@ -17,6 +17,7 @@ import orjson
 
 from stemma.errors import StemmaError
 from stemma.http import async_http_client
+from stemma.terminal_text import visible, visible_lines
 
 TokenCounter = Callable[[str], int]
 
@@ -146,12 +147,12 @@ def _refusal(content: bytes, status: int) -> str:
     try:
         return f"HTTP {status}: {_message(orjson.loads(content))}"
     except (orjson.JSONDecodeError, AttributeError):
-        return f"HTTP {status}: {content[:200].decode(errors='replace')}"
+        return f"HTTP {status}: {visible(content[:200].decode(errors='replace'))}"
 
 
 def _message(body: dict[str, Any]) -> str:
     error = body.get("error", body)
-    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    return visible_lines(str(error.get("message", error) if isinstance(error, dict) else error))
 
 
 def _text_of(chunk: dict[str, Any], answer: Answer) -> str:

@@ -14,6 +14,7 @@ from rich.text import Text
 from stemma.cli.admin_client import DEFAULT_URL, AdminKey, ask
 from stemma.errors import ConfigError
 from stemma.insight.divergence.report import format_duration
+from stemma.terminal_text import visible
 
 
 def command(
@@ -32,7 +33,7 @@ def command(
     """Tell what a request got from the cache, where it parts from what is cached, and why."""
     if (bool(request), last, divergences, refused).count(True) != 1:
         raise ConfigError("give the id of an answer, --last, --divergences, or --refused")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if refused:
         show_refused(console, ask(url, "GET", "/admin/refusals", admin_key)["refusals"])
         return
@@ -99,11 +100,6 @@ def _quoted(side: str, common: str, text: str, colour: str, *, is_start: bool) -
     )
 
 
-def visible(text: str) -> str:
-    """Return `text` on one line, with control characters escaped: a terminal must not obey them."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
 def show_divergences(console: Console, found: dict[str, Any]) -> None:
     """Print the costliest divergences as ``/admin/divergences`` gives them."""
     console.print(
@@ -120,9 +116,10 @@ def show_divergences(console: Console, found: dict[str, Any]) -> None:
             if example[side] is not None:
                 console.print(_quoted(side, example["common"], example[side], colour, is_start=False))
         if (replay := one["replay"]) is not None:
+            instead = "in one order" if one["shape"] == "tools reordered" else "with it at the end"
             console.print(
                 f"  Replayed {replay['num_prompts']:,} prompts, {replay['num_changed']:,} of them with it: "
-                f"{replay['num_cached_tokens']:,} tokens cached; with it at the end "
+                f"{replay['num_cached_tokens']:,} tokens cached; {instead} "
                 f"{replay['num_cached_tokens_moved']:,}.",
                 style="dim",
             )

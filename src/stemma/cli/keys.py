@@ -34,4 +34,4 @@ def show(path: File) -> None:
         cells = ["-" if limit is None else f"{limit:,}" for limit in limits]
         cache = ", ".join(f"{tier.value} {size:,}" for tier, size in entry.cache_bytes.items()) or "-"
         table.add_row(tenant.name, str(len(entry.keys)), *cells, cache)
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)

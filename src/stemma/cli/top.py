@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stemma.cli.admin_client import DEFAULT_URL, AdminKey, ask
-from stemma.cli.explain import visible
 from stemma.errors import StorageError
+from stemma.terminal_text import visible
 
 _MAX_SHOWN = 12
 _BAR_CHARS = 24
@@ -38,7 +38,7 @@ def command(
     once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
 ) -> None:
     """Show requests, hits by tier, tiers and tenants of a running server. q or Ctrl-C ends it."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     view = TopView()
     view.update(ask(url, "GET", "/admin/live/now", admin_key))
     if once:
@@ -150,6 +150,11 @@ class TopView:
             )
         if regretted := engine["num_regretted_blocks"]:
             head.append(f"\n{regretted:,} blocks evicted from the device came back within a minute")
+        dropped = (engine.get("transfer") or {}).get("dropped_writes", {})
+        if told := ", ".join(
+            f"{count:,} {reason.replace('_', ' ')}" for reason, count in dropped.items() if count
+        ):
+            head.append(f"\nblocks not written to the tiers below: {told}", "yellow")
         if now["failure"]:
             head.append(f"\n{visible(now['failure'])}", "bold red")
         return head

@@ -17,6 +17,7 @@ from rich.table import Table
 from stemma.errors import ConfigError
 from stemma.insight.ledger import By, UsageRow, ledger_url, total, usage
 from stemma.insight.prices import PriceTable
+from stemma.terminal_text import visible
 from stemma.types import Tier
 
 
@@ -43,7 +44,7 @@ def command(
         _write_csv(sys.stdout, lines, group)
     else:
         lines.append(_total_line(rows, lines, group))
-        _print(Console(highlight=False), lines, table.currency if table else "")
+        _print(Console(highlight=False, markup=False), lines, table.currency if table else "")
 
 
 def moment(text: str) -> float:
@@ -108,4 +109,4 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:,.4f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else visible(str(value))

@@ -112,8 +112,6 @@ class CacheSettings(SettingsModel):
     """Bytes of the device tier; default: `kv_cache_fraction` of free memory."""
     kv_cache_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
     """Share of the free memory that KV may take if `kv_cache_memory` is not given."""
-    state_cache_fraction: float = Field(default=0.25, gt=0.0, lt=1.0)
-    """Share of the device tier that states take, if the model has recurrent layers."""
     state_interval: int = Field(default=1024, ge=64)
     """Tokens from one kept state of a long prompt of such a model to the next, beside those where prompts
     part and end."""
@@ -372,6 +370,9 @@ class ServerSettings(SettingsModel):
     """Largest request body."""
     body_memory: ByteSize = 512 * 2**20
     """Memory of the bodies of all requests under way; a tenant may take half of it."""
+    answer_memory: ByteSize = Field(default=2 * 2**30, gt=0)
+    """Memory of what the answers of all requests under way may hold beside their text: log-probabilities,
+    ids, echoes. A tenant may take half of it."""
     max_responses: int = Field(default=4096, ge=0)
     """Stored responses (`/v1/responses`), and as many conversations; 0: none is stored."""
     max_response_bytes: ByteSize = 128 * 2**20
@@ -381,16 +382,19 @@ class ServerSettings(SettingsModel):
     batch_directory: Path | None = None
     """Directory for `/v1/files` and `/v1/batches`, which outlive a restart. Without it they are off."""
     batch_bytes: ByteSize = 8 * 2**30
-    """Disk space of the files that clients send for batches; a tenant may take half of it."""
+    """Disk space of batches: files that clients send, and results; a tenant may take half of it."""
     batch_seats: int = Field(default=8, ge=1)
     """Requests of batches that are answered at one time. None begins while another request waits."""
     max_connections: int = Field(default=1024, ge=1)
-    """Open connections. Beyond them the oldest half-sent request or idle connection makes room for a new
-    one. Fewer if the process may open fewer files."""
+    """Open connections. Beyond them the oldest half-sent request, idle connection or unread answer makes
+    room for a new one, those without a key first. Fewer if the process may open fewer files."""
     header_timeout_s: float = Field(default=10.0, gt=0.0)
     """Time limit from the connection or the last answer's end until a request's headers are complete."""
     body_timeout_s: float = Field(default=120.0, gt=0.0)
     """Time limit from a request's headers until its body is complete."""
+    send_timeout_s: float = Field(default=30.0, gt=0.0)
+    """A client that reads less than 32 KiB of its answer in so long, though more waits for it, loses its
+    connection, and what runs for it ends."""
     keep_alive_s: float = Field(default=10.0, gt=0.0)
     """How long an idle connection stays open. Clients must give it up first, since what is sent while it is
     being closed is lost: those on httpx, OpenAI's too, do after 5 s."""
@@ -414,6 +418,10 @@ class RequestSettings(SettingsModel):
     """Maximum tokens of an answer; overrides the request."""
     max_n: int | None = Field(default=None, ge=1)
     """Largest `n` and `best_of`; default: as many as can run at once."""
+    max_logprobs: int = Field(default=20, ge=0, le=20)
+    """Most log-probabilities that a request may ask for of each token, of its answer or its prompt."""
+    max_answer_bytes: ByteSize = Field(default=512 * 2**20, gt=0)
+    """Memory that one answer may take, reckoned from what is asked for before it begins."""
     dialect: Literal["stemma", "mindie"] = "stemma"
     """Whose clients to follow where those of one API differ, e.g. in a list of ids in an event."""
 
@@ -475,8 +483,9 @@ class ImageSettings(SettingsModel):
 
     cache: ByteSize = Field(default=256 * 2**20, ge=0)
     """Memory of what the vision encoder made of the images used last, by their hash."""
-    memory: ByteSize = Field(default=512 * 2**20, gt=0)
-    """Decoded images of all open requests together, in bytes; a tenant may hold half of it."""
+    memory: ByteSize = Field(default=2**30, gt=0)
+    """Images of all open requests together, in bytes: 20 a pixel while one is read, then what is kept of it.
+    A tenant may hold half of it."""
     max_bytes: ByteSize = Field(default=20 * 2**20, gt=0)
     """The largest file of an image."""
     max_pixels: int = Field(default=25_000_000, ge=1)

@@ -204,7 +204,7 @@ def assemble_engine(
         takes_tails=settings.role == "decode",
         block_costs=device_block_costs(asked, kv.num_blocks),
         other_models=None if disk is None else OtherModelsOnDisk(disk, own_space),
-        states=make_states(asked, kv, lower, clock),
+        states=make_states(asked, kv, sizes, lower, clock),
         clock=clock,
     )
     own_ends = (token_id for token_id in tokenizer.eos_token_ids if token_id < model.vocab_size)

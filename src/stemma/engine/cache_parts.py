@@ -20,6 +20,7 @@ from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.device.sizing import DeviceSizes, device_sizes
+from stemma.memory.device.slabs import PADDING, SlabAllocator
 from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
 from stemma.memory.tiers.transfer import TierTransfer
@@ -48,7 +49,7 @@ def lay_out(
         layout = kept.layout(
             settings.block_size, settings.kv_cache_dtype, settings.kv_layout, frees_windows=frees
         )
-        return layout, device_sizes(layout, num_bytes, settings, step)
+        return layout, device_sizes(layout, num_bytes, step)
 
     if not (frees_windows and settings.free_windows):
         return laid_out(frees=False)
@@ -59,7 +60,7 @@ def lay_out(
     if freed[0].windows is None:
         return freed
     whole = laid_out(frees=False)
-    return freed if freed[1].num_blocks >= whole[1].num_blocks else whole
+    return freed if freed[1].longest >= whole[1].longest else whole
 
 
 def make_key_space(
@@ -110,27 +111,33 @@ def make_kv(
 ) -> DeviceKV:
     """Return the device tier; on several ranks every rank has one of these blocks, and its tiers are open."""
     if ranks is None:
-        return DeviceKV(
-            layout, sizes.num_blocks, device, num_states=sizes.num_states, num_pages=sizes.num_pages
-        )
-    ranks.open(Open(sizes.num_blocks, key_space, sizes.num_states, layout.describe()))
-    return LeadingKV(layout, sizes.num_blocks, device, ranks, num_states=sizes.num_states)
+        return DeviceKV(layout, sizes.num_blocks, device, slab=sizes.slab)
+    ranks.open(Open(sizes.num_blocks, key_space, sizes.slab, layout.describe()))
+    return LeadingKV(layout, sizes.num_blocks, device, ranks, slab=sizes.slab)
 
 
 def make_states(
-    settings: CacheSettings, kv: DeviceKV, lower: LowerTiers | None, clock: Callable[[], float]
+    settings: CacheSettings,
+    kv: DeviceKV,
+    sizes: DeviceSizes,
+    lower: LowerTiers | None,
+    clock: Callable[[], float],
 ) -> CachedStates | None:
     """Return what keeps the states of recurrent layers and windows; None: the model has neither."""
-    if not kv.num_states and not kv.num_pages:
+    if not sizes.slab:
         return None
-    windows = kv.layout.windows
+    slabs = SlabAllocator(kv.num_blocks, sizes.slab, kv.clear_slab)
+    slabs.take_slab(PADDING)  # tables are filled up with block 0, page 0: kernels may read it behind a mask
+    states_per_slab, pages_per_slab = kv.layout.places_per_slab(sizes.slab)
     places = Places(
-        kv.num_states,
+        slabs,
+        states_per_slab,
         kv.state_blocks,
-        kv.num_pages,
+        pages_per_slab,
         kv.page_blocks,
         kv.copy_page,
-        windows,
+        kv.layout.windows,
+        sizes.num_reserved,
     )
     return CachedStates(
         places,

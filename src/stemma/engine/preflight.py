@@ -10,6 +10,7 @@ from stemma.engine.cache_parts import lay_out
 from stemma.engine.combinations import check_combinations
 from stemma.engine.ranks.settings import shares_of
 from stemma.errors import ConfigError, StorageError
+from stemma.memory.tiers.copies_down import num_staging_slots
 from stemma.memory.tiers.disk.disk_store import num_disk_blocks
 from stemma.memory.tiers.disk.folder import examine_folder
 from stemma.memory.tiers.host_store import num_host_blocks
@@ -96,11 +97,33 @@ def remarks(settings: EngineSettings) -> list[str]:
     device = resolve_device(settings.model.device).type
     num_bytes = sum(tensor.num_bytes for tensor in stored_tensors(settings.model.path))
     wanted = num_bytes + _wanted_bytes(settings, device)
+    found = _buffer_remarks(settings)
     if device != "cpu" or wanted <= (available := available_bytes()):
-        return []
+        return found
     return [
+        *found,
         f"the weights are {format_size(num_bytes)} as they are stored, with the caches "
-        f"{format_size(wanted)}, but {format_size(available)} of memory are available"
+        f"{format_size(wanted)}, but {format_size(available)} of memory are available",
+    ]
+
+
+def _buffer_remarks(settings: EngineSettings) -> list[str]:
+    """Say so if the transfer buffer that was asked for is less than a step commits."""
+    tiers, cache = settings.tiers, settings.cache
+    has_slow = tiers.disk_cache is not None or cache.pool is not None
+    kept = stated_kv(settings.model, predicts=settings.speculation.mode == "mtp") if has_slow else None
+    if tiers.transfer_buffer is None or kept is None:
+        return []
+    block_bytes = kept.layout(cache.block_size, cache.kv_cache_dtype, cache.kv_layout).block_bytes
+    step = settings.scheduler.max_batch_tokens
+    slots = num_staging_slots(tiers.transfer_buffer, block_bytes, cache.block_size, step)
+    committed = -(-step // cache.block_size)
+    if slots >= committed:
+        return []
+    size = format_size(tiers.transfer_buffer)
+    return [
+        f"transfer_buffer {size} holds {slots} blocks of this model, and a step "
+        f"commits up to {committed}: the others wait on the device; leave it out, and it holds two steps"
     ]
 
 

@@ -211,6 +211,18 @@ def usage(url: str, by: By, since: float = 0.0, until: float | None = None) -> l
     ]
 
 
+def drop_older(url: str, before: float) -> int:
+    """Drop the rows of requests that finished before a time; return how many. Errors as `usage`."""
+    engine = _open(url)
+    try:
+        with engine.begin() as connection:
+            return connection.execute(sa.delete(_USAGE).where(_USAGE.c.finished_at < before)).rowcount
+    except SQLAlchemyError as error:
+        raise StorageError(f"the usage ledger can't be written: {error}") from error
+    finally:
+        engine.dispose()
+
+
 def _row(record: UsageRecord) -> dict[str, Any]:
     day = datetime.fromtimestamp(record.finished_at, UTC).date().isoformat()
     return {

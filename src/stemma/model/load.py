@@ -51,3 +51,5 @@ class Loaded:
     """Results that the model computes by itself; None: tests have compared its family."""
     checked: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
     """Lets the decoder run just those layers that the reference comes from."""
+    computed_by: str = ""
+    """The versions of libraries whose code computes KV; empty: our kernels alone do."""

@@ -102,7 +102,8 @@ def load_model(
         - (0 if packing is None else packing.saved_bytes),
         formats=_formats(checkpoint, loaded, packing),
         abilities=abilities,
-        numeric_path=device.type if kernels is None else f"{kernels.level}-{NUMERIC_VERSION}",
+        numeric_path=(device.type if kernels is None else f"{kernels.level}-{NUMERIC_VERSION}")
+        + loaded.computed_by,
     )
     context_size = 1 if group is None else group.share.context_size
     model = CausalLM(

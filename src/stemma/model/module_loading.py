@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 
 from stemma.model.attention import AttentionCall
 from stemma.model.causal_lm import Decoder
@@ -83,6 +84,7 @@ def load_by_modules(load: Load) -> Loaded:
         weights.num_codes,
         reference,
         checked if reference is not None else nullcontext,
+        f":torch-{torch.__version__}:transformers-{transformers.__version__}",
     )
 
 

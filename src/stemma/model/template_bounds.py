@@ -4,7 +4,9 @@ Jinja's sandbox keeps a template from the interpreter, not from ``10 ** 10 ** 8`
 and so stops every thread of the server, nor from ``'a' * 10 ** 10`` or loops within loops. Here what makes
 something larger than its parts is checked. Powers, products, padding, formats and replacements are checked
 before, for one of them can take all memory; sums, slices and lists after, for they are at most some times as
-long as their parts, which were checked. Rounds of loops and calls are counted against a limit and a clock.
+long as their parts, which were checked. Rounds of loops and calls are counted against a limit and a clock;
+what takes longer without a round, in a filter's own loops, another thread interrupts (interrupts.py). Filters
+whose work grows faster than what they are given are ours.
 
 transformers makes the environment; `use_bounds` gives it this class in place of Jinja's.
 """
@@ -17,13 +19,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
-from jinja2 import nodes, pass_context
+from jinja2 import nodes, pass_context, pass_environment
 from jinja2.exceptions import TemplateRuntimeError
+from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
+
+from stemma.model.interrupts import interrupted_after
 
 RENDER_LIMIT_S = 20.0
 """For one rendering, which takes some milliseconds."""
@@ -59,6 +65,13 @@ _WIDE_IN_BRACES = re.compile(r"\{[^{}]*[0-9]{5}|\{[^{}]+\{")
 """Finds a width of more than four digits in a format, or one that is an argument."""
 
 
+class TemplateTooSlow(TemplateRuntimeError):
+    """A rendering reached its time limit."""
+
+    def __init__(self) -> None:
+        super().__init__(f"it takes more than {RENDER_LIMIT_S:g} s")
+
+
 class _Rendering(threading.local):
     deadline = float("inf")  # until the first rendering begins
     num_rounds = 0
@@ -74,7 +87,8 @@ def rendering() -> Iterator[None]:
     _now.deadline = time.monotonic() + RENDER_LIMIT_S
     _now.num_rounds = _now.made_chars = 0
     try:
-        yield
+        with interrupted_after(RENDER_LIMIT_S, TemplateTooSlow):
+            yield
     finally:
         _now.deadline, _now.num_rounds, _now.made_chars = float("inf"), 0, 0
 
@@ -91,7 +105,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.filters |= {_COUNTED: _counted, _ROUND: _count_round}
+        self.filters |= {_COUNTED: _counted, _ROUND: _count_round, "sum": _sum}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         # Not when it is made: transformers adds filters afterwards. On constants they run in compiling.
@@ -188,7 +202,25 @@ def _count_round(_context: Any, _value: Any = None) -> None:
     if rounds > MAX_ROUNDS:
         _check(rounds, MAX_ROUNDS, "the number of rounds and calls")
     if time.monotonic() > _now.deadline:
-        raise TemplateRuntimeError(f"it takes more than {RENDER_LIMIT_S:g} s")
+        raise TemplateTooSlow
+
+
+@pass_environment
+def _sum(
+    environment: BoundedEnvironment,
+    iterable: Iterable[Any],
+    attribute: str | int | None = None,
+    start: Any = 0,
+) -> Any:
+    """Do what Jinja's filter does; lists are joined at once, not each to a copy of those before it."""
+    items = list(iterable)
+    if attribute is not None:
+        items = [make_attrgetter(environment, attribute)(item) for item in items]
+    if not isinstance(start, list | tuple):
+        return sum(items, start)
+    if not all(isinstance(item, type(start)) for item in items):
+        raise TemplateRuntimeError("sum has a list to begin with and adds what is none")
+    return type(start)(chain(start, *items))
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

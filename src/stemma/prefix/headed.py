@@ -113,6 +113,10 @@ class HeadedIndex(PrefixIndex):
         """Evict up to `num_blocks` unpinned blocks, leaves of their chains first; return them."""
         return self.inner.evict(num_blocks, now)
 
+    @override
+    def next_victim(self, now: float) -> int | None:
+        return self.inner.next_victim(now)
+
     def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
         """Return up to `max_tokens` tokens that followed `tokens` before. Nothing across a head's end."""
         head = namespace.head

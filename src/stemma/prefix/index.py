@@ -126,6 +126,10 @@ class PrefixIndex(ABC):
     def evict(self, num_blocks: int, now: float) -> BlockIds:
         """Evict up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
 
+    @abstractmethod
+    def next_victim(self, now: float) -> int | None:
+        """Return the block that `evict` would take first, or None."""
+
     def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
         """Return up to `max_tokens` tokens that followed `tokens` before; empty if none did. Read-only.
 

@@ -205,6 +205,14 @@ class LedgerIndex(PrefixIndex):
             self._ledger.remove(evicted)
             return np.array(evicted, dtype=np.int32)
 
+    @override
+    def next_victim(self, now: float) -> int | None:
+        try:
+            return self._policy.victim(now)
+        except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+            self._policy_failed(error)
+            return self._policy.victim(now)
+
     @abstractmethod
     def _evict(self, num_blocks: int, now: float, evicted: list[int]) -> None:
         """Remove blocks from the structure and add them to `evicted` until it holds `num_blocks`.

@@ -20,6 +20,7 @@ from stemma.config.settings import ServerSettings
 from stemma.config.words import read_key
 from stemma.errors import ConfigError, Forbidden, Unauthorized, WrongMediaType
 from stemma.server.admission.caller import caller
+from stemma.server.admission.sockets import note_key
 from stemma.server.tenants.keyfile import KeyFile, Tenant
 
 logger = logging.getLogger(__name__)
@@ -68,9 +69,11 @@ class Access:
         if self.keys is not None:
             request.state.tenant = _tenant(request, self.keys)
             caller().tenant = request.state.tenant.name
+            note_key(request.scope)
             return
         if self.api_key is not None:
             _check_key(_given_key(request), self.api_key, "API key")
+            note_key(request.scope)
             return
         if self._is_local:
             _check_host(request)
@@ -88,6 +91,7 @@ class Access:
         """Raise unless `request` carries the admin key or, if there is none, is local."""
         if self.admin_key is not None:
             _check_key(_bearer(request), self.admin_key, "admin key")
+            note_key(request.scope)
             return
         if self.keys is not None:
             raise Forbidden("with a file of API keys, administration needs an admin key: see --admin-key")

@@ -7,6 +7,7 @@ bug: it is logged and answered with 500 (`app.py`).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import nullcontext
 from enum import StrEnum
 from typing import Any
 
@@ -19,6 +20,7 @@ from starlette.routing import BaseRoute
 
 from stemma.errors import ClientDisconnected, StemmaError
 from stemma.server.access import JSON_TYPE, access_of
+from stemma.server.entry import counted_in
 from stemma.server.errors import STATUS_CLIENT_CLOSED, ErrorShape
 from stemma.server.transport.headers import IS_HEAD
 
@@ -70,7 +72,8 @@ class Router(APIRouter):
     def get(self, path: str, audience: Audience, **options: Any) -> Callable[[Handler], Handler]:  # type: ignore[override]
         """Make a route for GET, and for HEAD, which is answered as GET is.
 
-        Of `options`, `sends` names the types of its answers where they aren't JSON alone.
+        Of `options`, `sends` names the types of its answers where they aren't JSON alone; `metered`: it
+        counts as one of a tenant's requests, as every POST does that doesn't end something.
         """
         return self._made(path, "GET", audience, options)
 
@@ -88,12 +91,13 @@ class Router(APIRouter):
         shapes, media_type = self._shapes, self._media_type
         has_head = bool(options.pop("has_head", True)) and method == "GET"
         sends = tuple(options.pop("sends", (JSON_TYPE,)))
+        is_metered = bool(options.pop("metered", method == "POST")) and audience is Audience.TENANT
 
         class Route(AudienceRoute):
             pass
 
         Route.audience, Route.shapes, Route.media_type = audience, shapes, media_type
-        Route.has_head, Route.sends = has_head, sends
+        Route.has_head, Route.sends, Route.is_metered = has_head, sends, is_metered
 
         def add(handler: Handler) -> Handler:
             # FastAPI keeps the class of a route where it includes a router into another.
@@ -119,6 +123,8 @@ class AudienceRoute(APIRoute):
     has_head: bool
     sends: tuple[str, ...]
     """Types of what it answers where it succeeds, for the OpenAPI document; none: it may be empty."""
+    is_metered: bool
+    """Whether it counts as one of its tenant's requests: all that make the server work or read do."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """Return the handler, guarded."""
@@ -130,7 +136,8 @@ class AudienceRoute(APIRoute):
                 raise HTTPException(405, headers={"Allow": ", ".join(self.methods or ())})
             try:
                 self.check(request)
-                response = await handler(request)
+                with counted_in(request) if self.is_metered else nullcontext():
+                    response = await handler(request)
             except ClientDisconnected:
                 return Response(status_code=STATUS_CLIENT_CLOSED)
             except StemmaError as error:

@@ -25,7 +25,7 @@ from stemma.types import Retention, RetentionHint, Tier
 
 FAMILIES = {
     "plain": ("qwen2", "800KB"),
-    "windowed": ("gemma3_text", "2MB"),
+    "windowed": ("gemma3_text", "3MB"),
     "recurrent": ("qwen3_next", "1MB"),
 }
 
@@ -42,7 +42,9 @@ class Clock:
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     family, memory = FAMILIES[request.param]
     path = tmp_path_factory.mktemp(family)
-    path = build(family, path) if request.param == "plain" else hybrids.build(family, path / "model")
+    fields: dict[str, Any] = {"sliding_window": 128} if request.param == "windowed" else {}  # 8 blocks
+    plain = request.param == "plain"
+    path = build(family, path) if plain else hybrids.build(family, path / "model", **fields)
     return path, memory, load_model(engine_settings(path).model), Tokenizer(path)
 
 
@@ -123,6 +125,7 @@ def test_hints_can_be_renewed(make: Make) -> None:
 def test_what_outlived_its_time_goes_first(make: Make) -> None:
     harness, clock = make()
     lasting, mortal = prompt(1, 200), prompt(2, 200)
+    serve(harness, prompt(3, 200))
     serve(harness, lasting)
     serve(harness, mortal, hint=RetentionHint(100, ttl_s=5.0))
     clock.now += 10.0
@@ -162,7 +165,8 @@ def test_nothing_stands_behind_kv_that_has_left(make: Make) -> None:
 
 def restarted(make: Make, path: Path, tokens: np.ndarray, **fields: Any) -> Harness:
     """Serve a prompt, and start again with an empty device over the disk that it is on."""
-    tiers = TierSettings(**({"disk_cache": path, "disk_cache_size": "40MB", "load_when": "faster"} | fields))
+    disk = {"disk_cache": path, "disk_cache_size": "40MB", "load_when": "faster"}
+    tiers = TierSettings.model_validate(disk | fields)
     before, _ = make(tiers=tiers)
     serve(before, tokens)
     assert before.cache.below.drain(10.0)
@@ -196,6 +200,53 @@ def test_a_load_that_is_faster_is_taken(make: Make, tmp_path: Path) -> None:
     assert harness.tiers is not None
     harness.tiers.estimator.observe_prefill(1600, 1.0)
     for count in (1, 10):
-        harness.tiers.estimator.observe_load(Tier.DISK, count, 0.004 * count)
+        harness.tiers.estimator.observe_load(Tier.DISK, count, 0.003 * count)
     assert serve(harness, longer(tokens)) == 192
     harness.engine.close()
+
+
+def test_hints_go_down_and_come_back_with_the_bytes(make: Make, tmp_path: Path) -> None:
+    """Down a host tier that writes back, over a restart, and up: the prompt still has its priority."""
+    tokens, hint = prompt(1, 200), RetentionHint(60, ttl_s=5000.0)
+    fields = {"host_cache": "1MB", "host_write": "write_back", "load_when": "always"}
+    disk_fields = {"disk_cache": tmp_path, "disk_cache_size": "40MB", "disk_write": "write_back"}
+    below = TierSettings.model_validate(fields | disk_fields)
+    before, _ = make(tiers=below)
+    serve(before, tokens, hint=hint)
+    for number in range(60):
+        serve(before, prompt(10 + number, 200), hint=RetentionHint(80))
+        assert before.cache.below.drain(10.0)
+    before.engine.close()
+    harness, _ = make(tiers=below)
+    keys = harness.key_space.roots(DEFAULT_NAMESPACE).chain(tokens)
+    pieces = harness.cache.checkpoint_keys(keys)
+    disk = next(store for store in harness.cache.below.stores if store.tier is Tier.DISK)
+    there = [key for key in (*keys, *pieces) if disk.exists_many([key])[0]]
+    assert len(there) >= len(keys)
+    assert set(disk.hints_many(there)) == {hint}
+    assert serve(harness, longer(tokens)) == 192
+    for number in range(40):
+        serve(harness, prompt(100 + number, 200), hint=RetentionHint(10))
+    assert harness.cache.match(DEFAULT_NAMESPACE, longer(tokens)) >= 192
+    harness.engine.close()
+
+
+def test_sessions_in_turn_keep_what_fits(make: Make) -> None:
+    """32 sessions come back one after the other, each with something new behind its prompt, to memory for 50:
+    all that they come back to is kept, whatever share of it is KV, states or windows."""
+    probe, _ = make()
+    before = probe.cache.stats().num_free_blocks
+    serve(probe, prompt(0, 170))
+    each = (before - probe.cache.stats().num_free_blocks) * probe.engine.runner.kv.layout.block_bytes
+    probe.engine.close()
+    harness, _ = make(kv_cache_memory=f"{50 * each}B")
+    sessions = [prompt(100 + number, 150) for number in range(32)]
+    reused = total = 0
+    for turn in range(6):
+        for number, tokens in enumerate(sessions):
+            asked = np.concatenate([tokens, prompt(1000 * turn + number, 20)])
+            cached = serve(harness, asked)
+            if turn > 1:
+                reused, total = reused + min(cached, 128), total + 128
+    assert reused >= 0.9 * total
+    harness.cache.check()

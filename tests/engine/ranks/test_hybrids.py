@@ -30,7 +30,7 @@ PROMPT = [(11 * i * i + 5 * i) % 400 + 3 for i in range(150)]
 LONGER = [*PROMPT, *range(20, 40)]
 CHECKPOINT = 128
 """The deepest multiple of 64 tokens in the prompt."""
-ROOM: dict[str, Any] = {"kv_cache_memory": "4MB", "state_cache_fraction": 0.5}
+ROOM: dict[str, Any] = {"kv_cache_memory": "4MB"}
 DIVIDED: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_key_value_heads": 4, "linear_num_key_heads": 4},
     "qwen3_5_text": {"num_key_value_heads": 4, "linear_num_key_heads": 4},

@@ -7,7 +7,7 @@ import pytest
 
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.insight.divergence.report import find_divergences, sentence
-from stemma.insight.divergence.whatif import CacheShape, cached_tokens
+from stemma.insight.divergence.whatif import CacheShape, cached_tokens, in_one_order
 from stemma.insight.divergence.window import DivergenceWindow, Prompt
 from stemma.prefix.explain import MissReason, Parting
 from stemma.prefix.index import MAX_FOLLOWING
@@ -36,7 +36,7 @@ class Server:
         self.num_cached = 0
         self.num_blocks = 0
 
-    def ask(self, text: str, now: float) -> None:
+    def ask(self, text: str, now: float, changed: str = "") -> None:
         tokens = encode(text)
         found = self.index.match(DEFAULT_NAMESPACE, tokens[:-1])
         fresh = np.arange(self.num_blocks, self.num_blocks + len(tokens) - found.num_tokens, dtype=np.int32)
@@ -50,7 +50,7 @@ class Server:
             )
         self.num_cached += found.num_tokens
         report = CacheReport(len(tokens), {Tier.DEVICE: found.num_tokens}, reason.value, parting=parting)
-        self.window.add(now, GenerationRequest(str(now), tokens), report)
+        self.window.add(now, GenerationRequest(str(now), tokens), report, changed)
 
 
 def stamped(n: int) -> str:
@@ -132,3 +132,42 @@ def test_a_replay_keeps_to_its_capacity(policy: str):
     roomy = sum(cached_tokens(prompts, CacheShape(16, 10_000, policy)))
     tight = sum(cached_tokens(prompts, CacheShape(16, 6, policy)))
     assert 0 <= tight < roomy
+
+
+def with_tools(names: str, number: int) -> str:
+    tools = "".join(f"<tool {name}: {name * 60}>" for name in names)
+    return f"Tools: {tools}\n{BODY}Question {number}: why?"
+
+
+def test_tools_in_another_order_tell_what_one_order_saves():
+    """Each of six prompts has the same tools as the first, four in an order of their own."""
+    orders = ["abc", "bac", "abc", "bca", "cab", "cba"]
+    server, ordered = Server(), Server()
+    for number, names in enumerate(orders):
+        changed = "tools reordered" if number and names != "abc" else ""
+        server.ask(with_tools(names, number), float(number), changed)
+        ordered.ask(with_tools("abc", number), float(number))
+    report = find_divergences(server.window.snapshot(), decode, CACHE)
+    costliest = report.divergences[0]
+    assert costliest.shape == "tools reordered"
+    assert costliest.replayed is not None
+    assert costliest.replayed.num_changed == 4
+    saved = ordered.num_cached - server.num_cached
+    found = costliest.replayed.num_cached_tokens_moved - costliest.replayed.num_cached_tokens
+    assert found == pytest.approx(saved, abs=6 * CACHE.block_size)
+    told = sentence(report, costliest, 0.001)
+    assert "the same tools in another order in the first 64 tokens: give all of them one order" in told
+    assert "would have saved" in told
+
+
+def test_other_tools_are_left_as_they_are():
+    prompts = [
+        Prompt(float(number), DEFAULT_NAMESPACE, encode(with_tools(names, 0)))
+        for number, names in enumerate(("abc", "abd", "bac"))
+    ]
+    place = len("Tools: <tool ")
+    ordered, changed = in_one_order(prompts, [place, 10**6])
+    assert changed == 1
+    assert [bytes(one.tokens.astype(np.uint8)) for one in ordered] == [
+        with_tools(names, 0).encode() for names in ("abc", "abd", "abc")
+    ]

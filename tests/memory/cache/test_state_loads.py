@@ -5,18 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.memory.buffers import HashBuffer
-from tests.memory.tiers.test_lower_seam import DictTiers
+from tests.memory.tiers.dict_tiers import DictTiers
 
 from stemma.memory.cache.checkpoints import Places
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.cache.states import CachedStates
+from stemma.memory.device.slabs import SlabAllocator
 from stemma.prefix.explain import MissReason
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace
 from stemma.prefix.radix import RadixIndex
 from stemma.types import BlockKey, Tier
 
-BLOCK, NUM_BLOCKS = 32, 40
+BLOCK, NUM_BLOCKS = 32, 60
 TOKENS = np.arange(300, dtype=np.int32)
 
 
@@ -28,10 +29,8 @@ def tiers() -> DictTiers:
 @pytest.fixture
 def cache(tiers: DictTiers) -> PrefixCache:
     """A cache that has a prompt below the device, with states behind every 64 tokens."""
-    buffer = HashBuffer(NUM_BLOCKS + 16, BLOCK)
-    buffer.num_blocks = NUM_BLOCKS
-    tiers.buffer = buffer
-    places = Places(8, lambda state: range(NUM_BLOCKS + 2 * state, NUM_BLOCKS + 2 * state + 2))
+    buffer = tiers.buffer = HashBuffer(NUM_BLOCKS, BLOCK)
+    places = Places(SlabAllocator(NUM_BLOCKS, 2), 1, lambda state: range(2 * state, 2 * state + 2))
     states = CachedStates(places, BLOCK, tiers, lambda: 0.0, interval=64)
     space = KeySpace("model", "layout", BLOCK)
     cache = PrefixCache(buffer, RadixIndex(BLOCK), space, lower=tiers, states=states)
@@ -75,7 +74,8 @@ def test_a_load_cut_off_goes_on_from_an_earlier_state(cache: PrefixCache, tiers:
     tiers.finish()
     assert lease.has_loaded
     cache.finish_load(lease)
-    assert (lease.pending, lease.cached_by_tier) == (None, {Tier.HOST: 128})
+    assert lease.pending is None
+    assert lease.cached_by_tier == {Tier.HOST: 128}
     assert lease.state is not None
     assert lease.state.position == 128
     assert lease.miss is not None

@@ -14,6 +14,7 @@ from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.slots import Slots
 from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.layout import WindowGroup
+from stemma.memory.device.slabs import SlabAllocator
 from stemma.prefix.keys import KeySpace, Namespace
 
 BLOCK_SIZE = 32
@@ -32,7 +33,7 @@ class Clock:
 def make_states(num_states: int, **options: object) -> CachedStates:
     fields: dict[str, object] = {"interval": 256} | options
     return CachedStates(
-        Places(num_states, lambda state: range(100 + 2 * state, 102 + 2 * state)),
+        Places(SlabAllocator(num_states, 1), 1, lambda state: range(100 + 2 * state, 102 + 2 * state)),
         BLOCK_SIZE,
         None,
         Clock(),
@@ -241,9 +242,10 @@ def make_windows(
 ) -> CachedStates:
     fields: dict[str, object] = {"interval": 256} | options
     places = Places(
-        num_states,
+        SlabAllocator(num_states + num_pages, 1),
+        int(num_states > 0),
         lambda state: range(100 + 2 * state, 102 + 2 * state),
-        num_pages,
+        1,
         lambda page: range(200 + 3 * page, 203 + 3 * page),
         lambda _source, _target: None,
         windows,
@@ -293,7 +295,13 @@ def test_pages_of_a_chunk_are_freed_when_the_next_one_begins() -> None:
 def test_forks_copy_their_open_page() -> None:
     copied: list[tuple[int, int]] = []
     places = Places(
-        0, range, 10, lambda page: range(page, page + 1), lambda *pair: copied.append(pair), WINDOW
+        SlabAllocator(10, 1),
+        0,
+        range,
+        1,
+        lambda page: range(page, page + 1),
+        lambda *pair: copied.append(pair),
+        WINDOW,
     )
     states = CachedStates(places, BLOCK_SIZE, None, Clock(), interval=256)
     lease = lease_of(0, 50)

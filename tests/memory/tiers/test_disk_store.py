@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.contracts.block_store_suite import BLOCK_BYTES, ROOT, LocalStoreContract, chain, key_of, keys, read
@@ -12,11 +14,13 @@ from tests.memory.tiers.small_disks import SLOT_BYTES, SPACE, allocated_bytes, m
 
 from stemma.errors import ConfigError, StorageError, StorageLocked, StorageMismatch
 from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult
+from stemma.memory.tiers.disk import disk_store, spaces
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.disk.existing import find_space, open_existing, unreadable
 from stemma.memory.tiers.disk.record import RECORD_BYTES, Record, block_checksum, sound_records, with_last_use
 from stemma.memory.tiers.disk.spaces import (
     MANIFEST,
+    Manifest,
     list_spaces,
     new_manifest,
     read_manifest,
@@ -280,5 +284,54 @@ def test_a_directory_of_an_older_format_is_left_alone_until_its_room_is_needed(t
     store.put_many(chain("b", 3))
     assert store.num_blocks == 3
     store.close()
-    assert not old.exists()  # the first slab needed its room
-    assert [space.path for space in list_spaces(tmp_path)] == [store.path]
+    assert not list(old.glob("slab-*"))  # the first slab needed its room
+
+
+def same_model(layout: str) -> KeySpace:
+    return KeySpace(SPACE.model_fingerprint, layout, SPACE.block_size)
+
+
+def small_slabs(monkeypatch: pytest.MonkeyPatch, num_slots: int) -> None:
+    """As in a directory that holds many slabs."""
+    made = spaces.new_manifest
+
+    def small(*arguments: Any) -> Manifest:
+        return replace(made(*arguments), slots_per_slab=num_slots)
+
+    for module in (spaces, disk_store):
+        monkeypatch.setattr(module, "new_manifest", small)
+
+
+def test_an_upgrade_and_a_rollback_share_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each version keeps half of it, and neither more than all."""
+    small_slabs(monkeypatch, 4)
+    old = make_disk(tmp_path, 32, space=same_model("by version 1"))
+    assert old.put_many(chain("a", 32)) == [PutResult.STORED] * 32
+    old.close()
+    new = make_disk(tmp_path, 32, space=same_model("by version 2"))
+    new.put_many(chain("b", 32))
+    assert 12 <= new.num_blocks <= 20
+    new.close()
+    assert sum(space.allocated_bytes for space in list_spaces(tmp_path)) <= size_for(32) + (8 << 10)
+    back = make_disk(tmp_path, 32, space=same_model("by version 1"))
+    assert 12 <= back.num_blocks <= 20
+    found = read(back, keys(chain("a", 32)))
+    assert found.count(ReadResult.HIT) == back.num_blocks
+    assert set(found) == {ReadResult.HIT, ReadResult.MISS}
+    back.close()
+
+
+def test_what_an_old_version_left_goes_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_slabs(monkeypatch, 4)
+    old = make_disk(tmp_path, 32, space=same_model("by version 1"))
+    old.put_many(chain("a", 32))
+    old.close()
+    for file in old.path.iterdir():
+        os.utime(file, (1.0, 1.0))
+    new = make_disk(tmp_path, 32, space=same_model("by version 2"))
+    new.put_many(chain("b", 32))
+    assert new.num_blocks == 32
+    assert not old.path.exists()
+    new.close()

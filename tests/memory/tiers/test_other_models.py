@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from stemma.memory.tiers.block_store import BlockPut
 from stemma.memory.tiers.disk.disk_store import DiskStore
@@ -57,3 +58,14 @@ def test_damage_and_absence_are_no_error(tmp_path: Path):
     for index in tmp_path.glob("*/index"):
         index.write_bytes(index.read_bytes()[:100])
     assert OtherModelsOnDisk(tmp_path, own).find(DEFAULT_NAMESPACE, PROMPT) is None
+
+
+def test_what_another_version_left_of_the_model_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave(tmp_path, KeySpace("weights", "bf16:avx2-1", BLOCK))
+    known = OtherModelsOnDisk(tmp_path, KeySpace("weights", "bf16:avx2-2", BLOCK))
+    [told] = known.unread
+    assert told.startswith("3 blocks in ")
+    assert told.endswith("written as bf16:avx2-1, now bf16:avx2-2")
+    assert told in caplog.text

@@ -22,6 +22,7 @@ from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.eviction.policy import EvictionPolicy
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.keys import owner_tag
+from stemma.types import BlockKey, RetentionHint
 
 OWNERS = tuple(owner_tag(name) for name in ("ada", "bob", ""))
 """The last is nobody, without a quota."""
@@ -116,6 +117,43 @@ def test_blocks_keep_their_owner_on_the_way_to_the_disk(tmp_path: Path) -> None:
     disk.set_quotas({ada: 1})
     assert disk.num_blocks == 1
     disk.close()
+
+
+def test_blocks_keep_their_hints_on_the_way_to_the_disk_and_over_a_restart(tmp_path: Path) -> None:
+    host, clock = make_host(LRUPolicy()), ManualClock()
+    assert isinstance(host, HostStore)
+
+    def opened() -> DiskStore:
+        return DiskStore(tmp_path, SPACE, BLOCK_BYTES, size_for(CAPACITY), make_policy("retention"), clock)
+
+    def save(blocks: Sequence[BlockPut]) -> None:
+        disk.put_many(blocks)
+
+    disk, hint = opened(), RetentionHint(90, ttl_s=1000.0)
+    firm = [replace(block, hint=hint) for block in chain("firm", 3)]
+    host.put_many(firm)
+    host.drop_oldest(3, save)
+    assert disk.hints_many(keys(firm)) == [hint] * 3
+    disk.close()
+    disk = opened()
+    assert disk.hints_many(keys(firm)) == [hint] * 3
+    for number in range(2 * CAPACITY):
+        clock.now += 1.0
+        disk.put_many(chain(f"weak {number}", 1))
+    assert all(disk.exists_many(keys(firm))), "their priority outlives a restart"
+    clock.now += 2000.0
+    assert disk.expire() == 3
+    disk.close()
+
+
+def test_what_has_expired_in_the_host_tier_does_not_reach_the_disk(tmp_path: Path) -> None:
+    clock, saved = ManualClock(), list[BlockKey]()
+    host = HostStore(BLOCK_BYTES, CAPACITY * BLOCK_BYTES, LRUPolicy(), clock)
+    host.put_many([replace(block, hint=RetentionHint(ttl_s=5.0)) for block in chain("mortal", 2)])
+    clock.now += 10.0
+    host.put_many(chain("lasting", 2))
+    assert host.drop_oldest(4, lambda blocks: saved.extend(keys(list(blocks)))) == 4
+    assert sorted(saved) == sorted(keys(chain("lasting", 2)))
 
 
 def test_shares_of_a_pool() -> None:

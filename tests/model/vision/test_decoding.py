@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,14 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
 from stemma.errors import InvalidRequest
-from stemma.model.vision.decoding import ImageLimits, as_rgb, decode_image
+from stemma.model.vision.decoding import (
+    KEPT_BYTES_PER_PIXEL,
+    ImageLimits,
+    as_rgb,
+    decode_image,
+    digest_of,
+    reading_bytes,
+)
 from tests.model.vision.readers import reader_of
 from tests.vision_checkpoints import picture
 
@@ -83,6 +93,49 @@ def test_a_damaged_image_of_pillows_is_refused_by_name(family: str, vision_path:
     image = Image.open(io.BytesIO(file_of(picture(1), format="PNG")[:300]))
     with pytest.raises(InvalidRequest, match="picture 7 can't be decoded"):
         reader_of(vision_path).read_image(image, "picture 7")
+
+
+def memory() -> int:
+    """Return the resident bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Return how many bytes more there were at most meanwhile."""
+    before, seen, is_over = memory(), [0], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.001):
+            seen.append(memory() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    work()
+    is_over.set()
+    watcher.join()
+    return max(seen)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "exif"])
+def test_reading_takes_what_the_budget_counts(kind: str) -> None:
+    """28 bytes a pixel where 3 were counted."""
+    side = 1800
+    image = Image.new("RGBA", (side, side), (9, 9, 9, 90))
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    options = {"exif": exif} if kind == "exif" else {}
+    data = file_of(image, format="PNG" if kind == "exif" else kind, **options)
+    limits = ImageLimits(1 << 20, side * side)
+    counted = reading_bytes(data, limits, "it")
+    assert peak_of(lambda: digest_of(decode_image(data, limits, "it"), b"")) < 1.2 * counted
+
+
+@pytest.mark.parametrize("family", ["smolvlm"])
+def test_what_another_has_read_is_not_known_from_before(family: str, vision_path: Any) -> None:
+    reader, data = reader_of(vision_path), file_of(picture(5, 40, 30), format="PNG")
+    first, again, other = (reader.read_bytes(data, "it", owner).num_bytes for owner in ("ada", "ada", "bob"))
+    assert again == KEPT_BYTES_PER_PIXEL * 40 * 30 != first
+    assert other == first
 
 
 def test_the_image_given_is_left_as_it_is() -> None:

@@ -55,8 +55,8 @@ def test_a_policy_that_raises_is_replaced_and_nothing_is_lost(armed: int) -> Non
         ranking.enter(number, float(number), BlockTraits(owner=owner))
     ranking.use(1, 3.0)
     left = []
-    while (number := ranking.first(4.0, anything)) is not None:
-        ranking.leave(number, 4.0, evicted=True)
-        left.append(number)
+    while (first := ranking.first(4.0, anything)) is not None:
+        ranking.leave(first, 4.0, evicted=True)
+        left.append(first)
     assert sorted(left) == [0, 1, 2]
     assert left[0] in (1, 2), "of the owner over its quota"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import ssl
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -12,17 +11,10 @@ from typing import Any
 
 import httpx
 
-from stemma.server.transport.dev_ca import DevCA
+from tests.server.processes_seen import memory, tls_files
 from tests.server.scripted_process import Server, read_all, serving
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-def memory(server: Server) -> int:
-    """Return the resident bytes of a server."""
-    text = Path(f"/proc/{server.process.pid}/status").read_text()
-    [line] = [line for line in text.splitlines() if line.startswith("VmRSS")]
-    return int(line.split()[1]) * 1024
 
 
 def num_files(server: Server) -> int:
@@ -64,16 +56,6 @@ def test_a_connection_at_work_is_not_closed_for_another(tokenizer_path: Path) ->
         working = [connect(server, stack, asked) for _ in range(2)]
         firsts = [one.recv(12) for one in working]
         assert firsts == [b"HTTP/1.1 200"] * 2
-
-
-def tls_files(folder: Path) -> tuple[dict[str, str], ssl.SSLContext]:
-    ca = DevCA()
-    issued = ca.issue_server(("127.0.0.1", "localhost"))
-    (folder / "cert.pem").write_bytes(issued.certificate_pem)
-    (folder / "key.pem").write_bytes(issued.key_pem())
-    (folder / "key.pem").chmod(0o600)
-    files = {"cert": str(folder / "cert.pem"), "key": str(folder / "key.pem")}
-    return files, ssl.create_default_context(cadata=ca.pem.decode())
 
 
 def test_silent_tls_connections_cost_nothing_and_end(tokenizer_path: Path, tmp_path: Path) -> None:

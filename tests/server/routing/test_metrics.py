@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,7 +24,7 @@ URL = "http://localhost:7001"
 ADMIN = {"authorization": "Bearer s3cret"}
 OPTIONS = RouteOptions(admin_key="s3cret")
 SAID = [{"role": "user", "content": "What was cached before?"}]
-REQUESTS: dict[str, dict[str, object]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "What was cached before?"},
     "/v1/chat/completions": {"messages": SAID},
     "/v1/messages": {"messages": SAID, "max_tokens": 4},

@@ -180,10 +180,12 @@ async def test_bodies_that_cannot_be_read(picker: Asked, content: bytes, status:
         assert last.immediate_response.status.code == status
 
 
+COMPRESSED: dict[str, Any] = {"content-encoding": "gzip"}
+
+
 async def test_a_compressed_body_is_placed_unread(picker: Asked) -> None:
     """The servers say whether they take it."""
-    packed: dict[str, Any] = {"content-encoding": "gzip"}
-    _, chosen = await picker.exchange(headers(**packed), body(b"\x1f\x8b\x08"))
+    _, chosen = await picker.exchange(headers(**COMPRESSED), body(b"\x1f\x8b\x08"))
     assert set(choice(chosen)) == ENDPOINTS
 
 

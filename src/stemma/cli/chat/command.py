@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from stemma.cli.chat.conversation import Conversation
 from stemma.cli.chat.questions import open_questions
@@ -20,6 +21,7 @@ from stemma.config.settings import ModelSettings
 from stemma.model.demo import is_demo
 from stemma.model.located import located_model
 from stemma.native.library import prepare_kernels
+from stemma.terminal_text import visible
 
 
 def command(
@@ -74,6 +76,7 @@ async def _chat(
 ) -> None:
     async with make_http(url, api_key) as http:
         name = await first_model(http)
-        console.print(f"[bold]{name}[/]  [dim]/help lists commands; Ctrl-C stops an answer, Ctrl-D leaves[/]")
+        hint = "  /help lists commands; Ctrl-C stops an answer, Ctrl-D leaves"
+        console.print(Text.assemble((visible(name), "bold"), (hint, "dim")))
         with open_questions(keep_history) as questions:
             await ChatSession(console, http, name, conversation, questions, admin_key).run()

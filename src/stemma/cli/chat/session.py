@@ -10,11 +10,13 @@ from typing import Any
 
 import httpx
 from rich.console import Console
+from rich.text import Text
 
 from stemma.cli.chat.conversation import Conversation
 from stemma.cli.chat.questions import Questions
 from stemma.cli.chat.slash_commands import COMMANDS, command_of
 from stemma.cli.client import Answer, RequestFailed, stream_answer
+from stemma.terminal_text import visible, visible_lines
 
 _SHOWN = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Control characters would let a model's text move the cursor, or more, of whoever reads it."""
@@ -62,7 +64,7 @@ class ChatSession:
             await self._show_tree()
         else:
             names = ", ".join(f"/{name}" for name in COMMANDS)
-            self._console.print(f"[yellow]/{command} is no command; there are {names}[/]")
+            self._console.print(Text(f"/{command} is no command; there are {names}", style="yellow"))
 
     async def _show_tree(self) -> None:
         try:
@@ -70,7 +72,7 @@ class ChatSession:
         except httpx.HTTPError as error:
             self._console.print(f"{type(error).__name__}: {error}", style="red", markup=False)
             return
-        self._console.print(response.text, markup=False, soft_wrap=True)
+        self._console.print(visible_lines(response.text), markup=False, soft_wrap=True)
 
     async def _ask(self, question: str) -> None:
         self._console.print("[bold green]model:[/] ", end="")
@@ -96,7 +98,7 @@ class ChatSession:
             note = describe(asked.result())
         if text or not asked.cancelled():
             self._conversation.add(question, text)
-        self._console.print(f"\n[dim]{note}[/]")
+        self._console.print(Text(f"\n{visible(note)}", style="dim"))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from stemma.errors import ConfigError
 
 if TYPE_CHECKING:
     from stemma.cli.doctor.machine import Gpu, Memory, Processor, Threads
+    from stemma.cli.doctor.model import NamedModel
     from stemma.cli.doctor.storage import Tiers
     from stemma.memory.tiers.disk.folder import Folder
     from stemma.native.library import KernelReport
@@ -50,6 +51,8 @@ class Report:
     cache_folder: Folder
     tiers: Tiers
     demo: DemoStatus
+    model: NamedModel | None
+    """None: none was named."""
     problems: list[str]
     """Reasons why the settings can't work, one line each."""
 
@@ -63,7 +66,7 @@ def command(
     """Print what a bug report needs: kernels, memory, versions, tiers. Takes the flags of serve."""
     console = Console(soft_wrap=True, highlight=False)
     with console.status("looking"):
-        report = gather(_settings(config, flags))
+        report = gather(*_settings(config, flags))
     if as_json:
         typer.echo(orjson.dumps(report, option=orjson.OPT_INDENT_2, default=str))
     else:
@@ -73,9 +76,13 @@ def command(
         raise typer.Exit(EXIT_PROBLEMS)
 
 
-def gather(settings: Settings) -> Report:
-    """Examine the machine. Raises ConfigError if the settings ask for kernels that it can't run."""
+def gather(settings: Settings, names_model: bool) -> Report:
+    """Examine the machine, and the model if the settings name one.
+
+    Raises ConfigError if the settings ask for kernels that it can't run.
+    """
     from stemma.cli.doctor import machine, storage
+    from stemma.cli.doctor.model import examine_model
     from stemma.memory.tiers.disk.folder import examine_folder
     from stemma.model.demo import converted_checkpoint, missing_packages
     from stemma.native.library import report_kernels
@@ -89,6 +96,8 @@ def gather(settings: Settings) -> Report:
         problems.append(f"cache folder: {folder.problem}; each process compiles the kernels again")
     if kernels.level is None:
         problems.append(f"no kernels: {kernels.reason}; everything runs on torch, at about half the speed")
+    model = examine_model(engine) if names_model else None
+    problems += [] if model is None else [f"{model.name}: {problem}" for problem in model.problems]
     checkpoint = converted_checkpoint()
     return Report(
         machine.versions(),
@@ -100,6 +109,7 @@ def gather(settings: Settings) -> Report:
         folder,
         tiers,
         DemoStatus(tuple(missing_packages()), None if checkpoint is None else str(checkpoint)),
+        model,
         problems,
     )
 
@@ -127,6 +137,7 @@ def describe(report: Report) -> list[str]:
         ("cache folder", _folder_line(report.cache_folder)),
         *_tier_rows(report.tiers),
         ("demo model", _demo_line(report.demo)),
+        *([] if report.model is None else [("model", _model_line(report.model))]),
     ]
     lines = [f"[bold]{name:<13}[/] {escape(text)}" for name, text in rows]
     if not report.problems:
@@ -134,14 +145,21 @@ def describe(report: Report) -> list[str]:
     return [*lines, *(f"[red]wrong:[/] {escape(problem)}" for problem in report.problems)]
 
 
-def _settings(config: Path | None, flags: dict[str, Any]) -> Settings:
-    """Load the settings; a model needn't be named."""
+def _settings(config: Path | None, flags: dict[str, Any]) -> tuple[Settings, bool]:
+    """Load the settings, and whether they name a model; they needn't."""
     try:
-        return load_settings(file=config, environ=os.environ, flags=flags)
+        return load_settings(file=config, environ=os.environ, flags=flags), True
     except ConfigError:
         if flags.get("model") is not None:
             raise
-        return load_settings(file=config, environ=os.environ, flags={**flags, "model": "demo"})
+        return load_settings(file=config, environ=os.environ, flags={**flags, "model": "demo"}), False
+
+
+def _model_line(model: NamedModel) -> str:
+    if model.architecture is None or model.weight_bytes is None:
+        return f"{model.name}: {model.problems[0]}"
+    size = format_size(model.weight_bytes)
+    return f"{model.name}: {model.architecture}, {model.max_model_len} tokens, {size} of weights"
 
 
 def _levels_line(kernels: KernelReport) -> str:

@@ -28,34 +28,37 @@ class ImageStats:
 
 
 class ImageVectors:
-    """Vectors of the images used last, by digest. Not thread-safe: one owner, the step loop."""
+    """Vectors of the images used last, by salt and digest: who has another salt isn't told by a faster answer
+    that somebody sent the same image. Not thread-safe: one owner, the step loop.
+    """
 
     def __init__(self, encoder: Encoder, max_bytes: int) -> None:
         """Beyond `max_bytes` the images used least lately are dropped; the last one is always kept."""
         self._encoder = encoder
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, bytes], torch.Tensor] = OrderedDict()
         self._num_bytes = self._num_encoded = self._num_reused = 0
 
     def stats(self) -> ImageStats:
         """Return the counters."""
         return ImageStats(self._num_encoded, self._num_reused, self._num_bytes)
 
-    def of(self, image: PromptImage, first: int = 0) -> torch.Tensor:
-        """Return the vectors [1 + F, N, H] of an image, encoding it unless they are kept.
+    def of(self, image: PromptImage, first: int = 0, salt: str = "") -> torch.Tensor:
+        """Return the vectors [1 + F, N, H] of an image, encoding it unless they are kept for this salt.
 
         `first`: the first of them that a step wants. An image that several steps share counts once.
         Raises InvalidRequest.
         """
-        kept = self._kept.get(image.digest)
+        key = (salt, image.digest)
+        kept = self._kept.get(key)
         if kept is not None:
-            self._kept.move_to_end(image.digest)
+            self._kept.move_to_end(key)
             self._num_reused += first == 0
             return kept
         vectors = self._encoder.encode(image.pixels())
         assert vectors.shape[1] == len(image.positions)
         self._num_encoded += 1
-        self._kept[image.digest] = vectors
+        self._kept[key] = vectors
         self._num_bytes += vectors.nbytes
         while self._num_bytes > self._max_bytes and len(self._kept) > 1:
             self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
@@ -66,12 +69,13 @@ class ImageVectors:
         rows: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
         vectors: list[torch.Tensor] = []
         for item in step.items:
-            images = item.sequence.state.request.images
+            request = item.sequence.state.request
+            images, salt = request.images, request.namespace.salt
             for image in () if images is None else images.images:
                 first, end = np.searchsorted(image.positions, (item.start, item.end))
                 if first < end:
                     rows.append(image.positions[first:end] + (item.first_row - item.start))
-                    vectors.append(self.of(image, int(first))[:, first:end])
+                    vectors.append(self.of(image, int(first), salt)[:, first:end])
         if not rows:
             return None
         found = torch.cat(vectors, dim=1)

@@ -135,6 +135,8 @@ class Scheduler:
         self._session_numbers = SessionNumbers()
         self._on_start = on_start
         self._on_load = on_load
+        self._cleared_for: tuple[SequenceState | None, int] = (None, 0)
+        """For whom all that was cached was evicted last, and its tokens with KV then."""
         self._waiting: dict[tuple[int, int], SequenceState] = {}
         """In order of arrival, so that a step looks at the oldest alone, however long the queue."""
         self._returned: dict[tuple[int, int], SequenceState] = {}
@@ -241,6 +243,13 @@ class Scheduler:
                 budget -= self._add_chunk(plan, sequence, budget)
         if not plan and len(self._running) > 1 and not is_ahead:
             self._preempt(self._running[-1])  # each waits for pages that the others hold
+        elif not plan and self._running and self._nothing_frees() and not self._cache.is_plain:
+            alone = self._running[0]
+            if self._makes_all_room(alone):
+                self._preempt(alone)
+                self._cache.evict_all()
+            else:
+                self.failed.append((alone.state.request.request_id, self._no_room_beside_pins(alone)))
         if (
             budget
             and (self._waiting or self._returned)
@@ -434,7 +443,9 @@ class Scheduler:
                 is_use=not request.is_preparation,
             )
             if lease is None:
-                if self._waits_for_nothing(plan):
+                if self._waits_for_nothing(plan) and self._makes_all_room(sequence):
+                    self._cache.evict_all()
+                elif self._waits_for_nothing(plan):
                     self.failed.append((request.request_id, self._no_room_beside_pins(sequence)))
                     continue
                 self._no_room = (self._cache.num_available, self._num_queued)
@@ -460,8 +471,23 @@ class Scheduler:
 
     def _waits_for_nothing(self, plan: Sequence[Scheduled]) -> bool:
         """Return whether no block will become free by itself: what isn't available is pinned for good."""
-        is_busy = bool(plan or self._running or self._loading or self._cache.has_loads_of_freed)
+        return not plan and not self._running and self._nothing_frees()
+
+    def _nothing_frees(self) -> bool:
+        """Return whether loads, steps under way and commands hold nothing that they will free."""
+        is_busy = bool(self._loading or self._cache.has_loads_of_freed)
         return not (is_busy or self._cache.has_fence or self.num_transient_holds)
+
+    def _makes_all_room(self, sequence: SequenceState) -> bool:
+        """Return whether a sequence may find room if all that is cached goes; again only if it came further.
+
+        Its own blocks may lie so scattered that no state or page fits between them.
+        """
+        before, come_so_far = self._cleared_for
+        if self._cache.is_plain or (before is sequence and sequence.num_computed <= come_so_far):
+            return False
+        self._cleared_for = (sequence, sequence.num_computed)
+        return True
 
     def _no_room_beside_pins(self, sequence: SequenceState) -> StemmaError:
         room = self._cache.num_available * self._cache.block_size

@@ -16,6 +16,7 @@ from stemma.prefix.headed import HeadedIndex
 from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import Namespace
 from stemma.prefix.radix import NodeView, RadixIndex
+from stemma.terminal_text import visible
 from stemma.types import TokenArray
 
 Decode = Callable[[TokenArray], str]
@@ -88,4 +89,4 @@ def _shorten(tokens: TokenArray, decode: Decode, max_chars: int) -> str:
     if len(text) > max_chars:
         head = (max_chars - 1) * 2 // 3
         text = text[:head] + "…" + text[len(text) - (max_chars - 1 - head) :]
-    return json.dumps(text, ensure_ascii=False)
+    return visible(json.dumps(text, ensure_ascii=False))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from stemma.engine.ranks.leader import Ranks
-from stemma.engine.ranks.messages import CopyHead, Step
+from stemma.engine.ranks.messages import ClearSlab, CopyHead, Step
 from stemma.engine.ranks.settings import dealing_of
 from stemma.errors import EngineFailed, UnsupportedModel
 from stemma.memory.device.kv import DeviceKV
@@ -58,12 +58,17 @@ class LeadingKV(DeviceKV):
     """Rank 0's device tier; copies within it are made on all ranks."""
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, device: torch.device, ranks: Ranks, *, num_states: int = 0
+        self, layout: KVLayout, num_blocks: int, device: torch.device, ranks: Ranks, *, slab: int = 0
     ) -> None:
-        """`layout`: of rank 0's part of a block. `num_states`: as in `DeviceKV`."""
-        super().__init__(layout, num_blocks, device, num_states=num_states)
+        """`layout`: of rank 0's part of a block. `slab`: as in `DeviceKV`."""
+        super().__init__(layout, num_blocks, device, slab=slab)
         self._ranks = ranks
         self._dealing = dealing_of(ranks.settings)
+
+    def clear_slab(self, slab: int) -> None:
+        """Zero it on all ranks."""
+        self._ranks.tell(ClearSlab(slab))
+        super().clear_slab(slab)
 
     def copy_block_head(self, src: int, dst: int, num_tokens: int) -> None:
         """Copy on all ranks; each copies what it has of the first `num_tokens` tokens."""

@@ -24,6 +24,7 @@ from stemma.config.settings import PoolSettings, WritePolicy
 from stemma.engine.ranks.messages import (
     Answer,
     Ask,
+    ClearSlab,
     Close,
     CopyHead,
     Failed,
@@ -90,7 +91,7 @@ class Follower:
         if layout.describe() != message.layout:
             raise EngineFailed(f"blocks are {layout.describe()} here, {message.layout} on rank 0")
         self._key_space, self._block_bytes = message.key_space, layout.block_bytes
-        self._kv = DeviceKV(layout, message.num_blocks, self._model.device, num_states=message.num_states)
+        self._kv = DeviceKV(layout, message.num_blocks, self._model.device, slab=message.slab)
         self._tiers: TierTransfer = open_tiers(
             # Rank 0 decides what is worth loading.
             self._settings.tiers.model_copy(update={"load_when": "always"}),
@@ -124,6 +125,8 @@ class Follower:
             case CopyHead(src, dst, num_tokens):
                 held = self._dealing.num_held_of_block(self._share.context_rank, num_tokens)
                 self._kv.copy_block_head(src, dst, held)
+            case ClearSlab(slab):
+                self._kv.clear_slab(slab)
             case Tell(method, arguments) if method in _TOLD:
                 getattr(self._tiers, method)(*arguments)
             case Ask(number, "num_held", (keys,)):

@@ -39,7 +39,8 @@ class Open:
 
     num_blocks: int
     key_space: KeySpace
-    num_states: int
+    slab: int
+    """As in `DeviceKV`."""
     layout: str
     """Rank 0's description of a block, which each rank's must equal."""
 
@@ -57,6 +58,13 @@ class Step:
     logits_rows: npt.NDArray[np.int64]
     """Rank 0 alone gets them; ranks that divide the tokens compute those of their rows for it."""
     states: StateMoves | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClearSlab:
+    """Zero a slab of the device tier."""
+
+    slab: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.lower import LowerTiers, PassedOver
 from stemma.memory.tiers.tier_stats import TransferStats
 from stemma.memory.tiers.transfer import TierTransfer
-from stemma.types import BlockKey, Tier
+from stemma.types import BlockKey, RetentionHint, Tier
 
 _SLOW_TIMEOUT_S = 120.0
 """For what an operator asks of all ranks."""
@@ -92,6 +92,10 @@ class RankedTiers(LowerTiers):
             return None
         held = min(self._ranks.result(one) for one in self._ranks.ask("num_held", list(keys)))
         return replace(left, num_blocks=min(left.num_blocks, held)) if held else None
+
+    @override
+    def hints(self, keys: Sequence[BlockKey]) -> Sequence[RetentionHint]:
+        return self._own.hints(keys)
 
     def load(
         self, keys: Sequence[BlockKey], block_ids: Sequence[int], num_spared: int | None = None

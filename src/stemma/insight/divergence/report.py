@@ -9,8 +9,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stemma.insight.divergence.shapes import SHAPES, TEXT, Decode, TokenTexts, value_at
-from stemma.insight.divergence.whatif import CacheShape, cached_tokens, moved_to_the_end
-from stemma.insight.divergence.window import CHANGES, NO_TOKEN, REASONS, UNKNOWN, Prompt, Records, Snapshot
+from stemma.insight.divergence.whatif import CacheShape, cached_tokens, in_one_order, moved_to_the_end
+from stemma.insight.divergence.window import (
+    CHANGES,
+    NO_TOKEN,
+    REASONS,
+    REORDERED,
+    UNKNOWN,
+    Prompt,
+    Records,
+    Snapshot,
+)
 from stemma.prefix.explain import MissReason
 
 MAX_SHOWN = 10
@@ -36,11 +45,11 @@ class Replayed:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_cached_tokens_moved: int
-    """With the value at the end of the prompts."""
+    """With the value at the end of the prompts, or the tools in one order."""
 
     @property
     def saved_share(self) -> float:
-        """Tokens that moving it saves, as a share of those that had to be computed."""
+        """Tokens that this saves, as a share of those that had to be computed."""
         missed = self.num_prompt_tokens - self.num_cached_tokens
         return max(0, self.num_cached_tokens_moved - self.num_cached_tokens) / missed if missed else 0.0
 
@@ -85,7 +94,7 @@ class DivergenceReport:
     """The costliest first."""
 
     def saved_tokens(self, divergence: Divergence) -> int | None:
-        """Return what moving the value would have saved in the window.
+        """Return what moving the value, or one order of tools, would have saved in the window.
 
         The share that the replay of the last prompts found, applied to the tokens computed in the window.
         """
@@ -117,7 +126,7 @@ def find_divergences(
     num_replayed, found = 0, []
     for (shape, edge), group in costliest:
         replayed = None
-        if shape in SHAPES and num_replayed < MAX_REPLAYED:
+        if (shape in SHAPES or shape == REORDERED) and num_replayed < MAX_REPLAYED:
             num_replayed += 1
             replayed = _replay(prompts, before, shape, group, texts, cache)
         later = _EDGES.index(edge) + 1
@@ -192,7 +201,10 @@ def _replay(
     cache: CacheShape,
 ) -> Replayed:
     places = [place for place, _ in group.places.most_common(_MAX_PLACES)]
-    moved, num_changed = moved_to_the_end(prompts, shape, places, texts)
+    if shape == REORDERED:
+        moved, num_changed = in_one_order(prompts, places)
+    else:
+        moved, num_changed = moved_to_the_end(prompts, shape, places, texts)
     return Replayed(
         len(prompts),
         num_changed,
@@ -210,25 +222,26 @@ def sentence(report: DivergenceReport, divergence: Divergence, prefill_s_per_tok
         place = f"behind token {divergence.first_token:,}"
     if divergence.shape == TEXT:
         return f"{share:.0%} of the computed tokens follow people's own words {place}."
-    if (advice := _TOOLS.get(divergence.shape)) is not None:
-        return f"{share:.0%} of the computed tokens follow {advice.format(place=place)}"
-    what = f"{_ARTICLES.get(divergence.shape, 'a')} {divergence.shape}"
+    if divergence.shape == "tools":
+        what = f"a changed list of tools {place}: keep it for a session, and put those that change last"
+        return f"{share:.0%} of the computed tokens follow {what}."
+    what, advice, instead = f"{_ARTICLES.get(divergence.shape, 'a')} {divergence.shape}", *_MOVE
+    if divergence.shape == REORDERED:
+        what, advice, instead = "the same tools in another order", *_ORDER
     text = f"{share:.0%} of the computed tokens part at {what} {place}"
     saved = report.saved_tokens(divergence)
     if saved is None:
         return f"{text}."
     if not saved:
-        return f"{text}; moving it to the end would save nothing."
+        return f"{text}; {instead} would save nothing."
     seconds = ""
     if prefill_s_per_token is not None:
         seconds = f", {format_duration(saved * prefill_s_per_token)} of prefill"
-    return f"{text}: move it to the end; that would have saved {saved:,} tokens{seconds}."
+    return f"{text}: {advice}; that would have saved {saved:,} tokens{seconds}."
 
 
-_TOOLS = {
-    "tools reordered": "the same tools in another order {place}: one order for all would save these.",
-    "tools": "a changed list of tools {place}: keep it for a session, and put those that change last.",
-}
+_MOVE = ("move it to the end", "moving it to the end")
+_ORDER = ("give all of them one order", "one order for all")
 _ARTICLES = {"address": "an", "email": "an", "identifier": "an"}
 
 

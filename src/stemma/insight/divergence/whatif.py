@@ -1,13 +1,16 @@
-"""A replay of recorded prompts as if a value had stood at their end: what would have been cached then.
+"""A replay of recorded prompts as if a value had stood at their end, or tools in one order: what it saves.
 
 Prompts are replayed in order of arrival through the index and the eviction policy that serve requests,
-twice: as they were, and with the value cut out and put at the end, so that prompts keep their length. A
+twice: as they were, and with the value cut out and put at the end, or with the tools as the first prompt had
+them, so that prompts keep their length. A
 prompt is served in an instant, and answers are not replayed: both runs leave these out alike, and only their
 difference is used.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,11 +21,12 @@ from stemma.insight.divergence.window import Prompt
 from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.index import PrefixIndex
-from stemma.prefix.keys import KeySpace, chain_keys, fingerprints
+from stemma.prefix.keys import KeySpace, Namespace, chain_keys, fingerprints
 from stemma.prefix.radix import RadixIndex
 from stemma.types import BlockIds, TokenArray
 
 _CONTEXT_TOKENS, _MAX_VALUE_TOKENS = 16, 48
+_MAX_ORDERED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,44 @@ def moved_to_the_end(
                 break
         moved.append(Prompt(prompt.at, prompt.namespace, tokens))
     return moved, changed
+
+
+def in_one_order(prompts: Sequence[Prompt], places: Sequence[int]) -> tuple[list[Prompt], int]:
+    """Return the prompts as if all of them had what follows one of `places` in the order of the first.
+
+    What a prompt has there is in another order if its tokens are those of the first one, up to some place, in
+    another sequence. Other prompts stay as they are. Also returns how many were changed.
+    """
+    firsts: dict[tuple[Namespace, int, bytes], TokenArray] = {}
+    changed, ordered = 0, []
+    for prompt in prompts:
+        tokens = prompt.tokens
+        for place in sorted(place for place in places if place < len(tokens)):
+            key = (prompt.namespace, place, hashlib.sha256(tokens[:place].tobytes()).digest())
+            first = firsts.setdefault(key, tokens)
+            end = _end_of_order(first[place:], tokens[place:])
+            if end:
+                tokens = np.concatenate((first[: place + end], tokens[place + end :]))
+        changed += tokens is not prompt.tokens
+        ordered.append(Prompt(prompt.at, prompt.namespace, tokens))
+    return ordered, changed
+
+
+def _end_of_order(one: TokenArray, other: TokenArray) -> int:
+    """Return after how many tokens both have had the same ones, in different orders; 0: never."""
+    length = min(len(one), len(other), _MAX_ORDERED_TOKENS)
+    if not length or one[0] == other[0]:
+        return 0
+    lacking: Counter[int] = Counter()
+    num_open = 0
+    for end, (mine, theirs) in enumerate(zip(one[:length].tolist(), other[:length].tolist(), strict=True), 1):
+        for token, step in ((mine, 1), (theirs, -1)):
+            before = lacking[token]
+            lacking[token] = before + step
+            num_open += abs(before + step) - abs(before)
+        if not num_open:
+            return end
+    return 0
 
 
 def _find(tokens: TokenArray, place: int, shape: str, texts: TokenTexts) -> tuple[int, int] | None:

@@ -29,7 +29,8 @@ NO_TOKEN = -1
 UNKNOWN = -1
 REASONS = tuple(MissReason)
 
-CHANGES = ("", "tools reordered", "tools")
+REORDERED = "tools reordered"
+CHANGES = ("", REORDERED, "tools")
 """Changed parts that no value's shape tells of."""
 
 RECORD_DTYPE = np.dtype(

@@ -28,6 +28,9 @@ function figures(shown) {
     "generated tokens/s": number(rate("num_generated_tokens")), "tokens not computed": number(hit),
     "evicted blocks": number(engine.num_evicted_blocks), "back within a minute": number(engine.num_regretted_blocks),
   };
+  const dropped = Object.entries(engine.transfer?.dropped_writes ?? {}).filter(([, count]) => count > 0);
+  if (dropped.length)
+    values["blocks not written"] = dropped.map(([reason, count]) => `${number(count)} ${reason.replaceAll("_", " ")}`).join(", ");
   const list = $("figures");
   for (const [name, value] of Object.entries(values)) {
     let box = list.querySelector(`[data-name="${name}"]`);

@@ -1,6 +1,9 @@
 const $ = (id) => document.getElementById(id);
 const KEY = "stemma-api-key";
+const UNREACHABLE = "the server can't be reached";
 const number = (n) => n.toLocaleString("en");
+const NEAR_END_PX = 80;
+// An answer belongs to the conversation that it was asked in, whatever has begun since.
 let turns = [], under = null;
 
 function headers() {
@@ -8,7 +11,23 @@ function headers() {
   return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
 }
 
-function tell(text) { $("state").textContent = text; }
+// Beside the question, which stays in sight.
+function tell(text, isBad = false) {
+  $("state").textContent = text;
+  $("state").classList.toggle("bad", isBad);
+}
+
+function isAtEnd() {
+  const page = document.documentElement;
+  return page.scrollHeight - page.scrollTop - page.clientHeight < NEAR_END_PX;
+}
+
+// The page follows an answer unless its reader has scrolled up.
+function following(change) {
+  const follows = isAtEnd();
+  change();
+  if (follows) document.documentElement.scrollTop = document.documentElement.scrollHeight;
+}
 
 async function refusal(response) {
   if (response.status === 401) { $("login").hidden = false; $("key").focus(); }
@@ -17,8 +36,9 @@ async function refusal(response) {
 }
 
 async function models() {
-  const response = await fetch("/v1/models", { headers: headers() });
-  if (!response.ok) return tell(await refusal(response));
+  const response = await fetch("/v1/models", { headers: headers() }).catch(() => null);
+  if (!response) return tell(UNREACHABLE, true);
+  if (!response.ok) return tell(await refusal(response), true);
   $("login").hidden = true;
   tell("");
   const names = (await response.json()).data.map((one) => one.id);
@@ -67,20 +87,27 @@ async function* events(body) {
   }
 }
 
+function failureOf(error) {
+  if (error.name === "AbortError") return "stopped";
+  return error instanceof TypeError ? UNREACHABLE : error.message; // fetch's, which says no more
+}
+
 async function ask(question) {
+  const mine = new AbortController(), conversation = turns;
   const system = $("system").value.trim();
-  const messages = [...(system ? [{ role: "system", content: system }] : []), ...turns, { role: "user", content: question }];
+  const messages = [...(system ? [{ role: "system", content: system }] : []), ...conversation, { role: "user", content: question }];
   const item = document.createElement("li"), thought = line("thought"), said = line("answer");
   item.append(line("question", question), thought, said);
   $("turns").append(item);
-  under = new AbortController();
+  document.documentElement.scrollTop = document.documentElement.scrollHeight;
+  under = mine;
   $("send").hidden = true;
   $("stop").hidden = false;
   tell("answering");
   let outcome = "";
   try {
     const response = await fetch("/v1/chat/completions", {
-      method: "POST", headers: headers(), signal: under.signal,
+      method: "POST", headers: headers(), signal: mine.signal,
       body: JSON.stringify({
         model: $("which").value, messages, stream: true, stream_options: { include_usage: true },
         temperature: Number($("temperature").value), max_tokens: Number($("limit").value),
@@ -90,19 +117,43 @@ async function ask(question) {
     for await (const event of events(response.body)) {
       if (event.error) throw new Error(event.error.message);
       const delta = event.choices?.[0]?.delta ?? {};
-      thought.append(delta.reasoning_content ?? "");
-      said.append(delta.content ?? "");
-      if (event.usage) item.append(...reuse(event.usage));
+      following(() => {
+        thought.append(delta.reasoning_content ?? "");
+        said.append(delta.content ?? "");
+        if (event.usage) item.append(...reuse(event.usage));
+      });
     }
   } catch (error) {
-    outcome = error.name === "AbortError" ? "stopped" : error.message;
-    item.append(line("bad", outcome));
+    outcome = failureOf(error);
   }
-  if (said.textContent) turns.push({ role: "user", content: question }, { role: "assistant", content: said.textContent });
+  if (conversation !== turns) return; // its place on the page is gone
+  const isBad = outcome && outcome !== "stopped";
+  if (said.textContent) conversation.push({ role: "user", content: question }, { role: "assistant", content: said.textContent });
+  if (outcome) following(() => item.append(line("bad", outcome)));
+  if (isBad && !said.textContent) { // the next answer won't know of it: it is asked again, or not at all
+    item.remove();
+    if (!$("question").value) $("question").value = question;
+  }
+  end(mine);
+  tell(outcome, isBad);
+}
+
+// Let the next question be sent, unless that has begun already.
+function end(controller) {
+  if (under !== controller) return;
   under = null;
   $("send").hidden = false;
   $("stop").hidden = true;
-  tell(outcome);
+  $("question").focus();
+}
+
+function beginAnew() {
+  const before = under;
+  turns = [];
+  $("turns").replaceChildren();
+  tell("");
+  before?.abort();
+  end(before);
   $("question").focus();
 }
 
@@ -118,7 +169,7 @@ $("question").addEventListener("keydown", (event) => {
 });
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") under?.abort(); });
 $("stop").addEventListener("click", () => under?.abort());
-$("again").addEventListener("click", () => { under?.abort(); turns = []; $("turns").replaceChildren(); $("question").focus(); });
+$("again").addEventListener("click", beginAnew);
 $("which").addEventListener("change", () => { $("model").textContent = $("which").value; });
 $("login").addEventListener("submit", (event) => {
   event.preventDefault();

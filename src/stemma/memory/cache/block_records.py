@@ -16,7 +16,7 @@ from stemma.memory.cache.lease import KEY_BYTES, Lease
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.prefix.explain import Ghost, Ghosts, Miss, MissFacts, MissReason, Parting, explain_miss
 from stemma.prefix.index import Match
-from stemma.types import NO_HINT, BlockIds, BlockKey
+from stemma.types import NO_HINT, BlockIds, BlockKey, RetentionHint
 
 _ROOT = -1
 _GHOSTS_PER_BLOCK = 4
@@ -107,6 +107,10 @@ class BlockRecords:
     def num_tokens(self, block_id: int) -> int:
         """Return how many tokens a block holds; 0 if it isn't in the index."""
         return int(self._num_tokens[block_id])
+
+    def hint(self, block_id: int) -> RetentionHint:
+        """Return the hint that a block came with."""
+        return self._hints[block_id]
 
     def has_children(self, block_id: int) -> bool:
         """Return whether a cached block follows this one."""

@@ -18,6 +18,7 @@ from stemma.memory.cache.block_records import BlockRecords
 from stemma.memory.cache.elsewhere import Elsewhere
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.loaded_ahead import LoadedAhead
+from stemma.memory.cache.turns import Turn, turn_of
 from stemma.memory.device.allocator import BlockAllocator
 from stemma.memory.kv_events import BlocksRemoved, BlocksStored, KVEventSink
 from stemma.memory.tiers.device_block import DeviceBlock
@@ -164,6 +165,14 @@ class CachedBlocks:
             self._drop(evicted, blocks, MissReason.EVICTED, cause or f"to make room for {num_blocks} blocks")
             self.num_evicted += len(evicted)
         return len(evicted)
+
+    def oldest(self) -> Turn | None:
+        """Return whose turn it is to leave; None: no block can."""
+        now = self._clock()
+        block_id = self.index.next_victim(now)
+        if block_id is None:
+            return None
+        return turn_of(self._records.hint(block_id), float(self._records.used_at[block_id]), now)
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
         """Set how many blocks each owner may hold, and evict what they hold beyond that."""

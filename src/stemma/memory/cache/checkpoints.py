@@ -15,7 +15,9 @@ import numpy as np
 
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.slots import Slots
+from stemma.memory.cache.turns import CachedKV, Turn, turn_of
 from stemma.memory.device.layout import WindowGroup
+from stemma.memory.device.slabs import PAGES, STATES, SlabAllocator
 from stemma.memory.kv_events import BlocksRemoved, CheckpointStored, KVEventSink
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.lower import LowerTiers
@@ -23,23 +25,29 @@ from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.eviction.policy import BlockTraits, Conclusion, EvictionPolicy
 from stemma.prefix.eviction.ranking import Ranking
 from stemma.prefix.keys import fingerprints, owner_tag
-from stemma.types import BlockKey, Tier
+from stemma.types import BlockKey, RetentionHint, Tier
 
 _STATE, _PAGE = b"stemma.state", b"stemma.window"
+_MOST_AT_ONCE = 32
+"""KV blocks evicted before it is asked again whether it is a checkpoint's turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where states and pages lie on the device."""
 
-    num_states: int
+    slabs: SlabAllocator
+    """Of the memory that they share with the blocks."""
+    states_per_slab: int
     state_blocks: Callable[[int], range]
     """Takes a state; returns the ids of its blocks."""
-    num_pages: int = 0
+    pages_per_slab: int = 0
     page_blocks: Callable[[int], range] = lambda _page: range(0)
     copy_page: Callable[[int, int], None] = lambda _source, _target: None
     windows: WindowGroup | None = None
     """Layers with windows, which have pages; None: there are none."""
+    num_reserved: int = 0
+    """Blocks that no sequence can have: room for its states and pages."""
 
 
 @dataclass(slots=True)
@@ -54,6 +62,8 @@ class Checkpoint:
     """Its blocks as the tiers below see them; empty without any."""
     pieces: tuple[BlockKey, ...]
     """Keys of its blocks below the device; others know it by the last one."""
+    hint: RetentionHint
+    used_at: float
     num_uses: int = 1
     is_below: bool = False
     """It was loaded from a tier below."""
@@ -74,7 +84,10 @@ class Checkpoints:
     ) -> None:
         """`policy` None: the least recently used go first."""
         self.places, self._block_size = places, block_size
-        self.states, self.pages = Slots(places.num_states), Slots(places.num_pages)
+        self.states = Slots(places.slabs, places.states_per_slab, STATES)
+        self.pages = Slots(places.slabs, places.pages_per_slab, PAGES)
+        self.kv: CachedKV | None = None
+        """What shares the memory; None: nothing that can leave."""
         self.num_evicted = 0
         self.events: KVEventSink | None = None
         """Learns of checkpoints that enter and leave the device; None: nobody does."""
@@ -118,9 +131,9 @@ class Checkpoints:
         assert lease.state is not None
         key = lease.key(position // self._block_size - 1)
         for page in pages:
-            self.pages.hold(page)
+            self.pages.keep(page)
         if state is not None:
-            self.states.hold(state)
+            self.states.keep(state)
             self._of_state[state] = key
         chain = self.chain(lease.key, position)
         number = self._free_numbers.pop() if self._free_numbers else len(self._key_of)
@@ -130,6 +143,8 @@ class Checkpoints:
             pages,
             self._describe(lease, position, chain, state, pages),
             tuple(piece for piece, _ in chain),
+            lease.hint(position // self._block_size - 1),
+            self._clock(),
             is_below=is_below,
             is_rolling=is_rolling,
         )
@@ -143,7 +158,8 @@ class Checkpoints:
     def use(self, found: Checkpoint) -> None:
         """Count a use."""
         found.num_uses += 1
-        self._ranking.use(found.number, self._clock())
+        found.used_at = self._clock()
+        self._ranking.use(found.number, found.used_at)
         if self._lower is not None and self._lower.stores:
             self._lower.on_hit(found.blocks)
 
@@ -152,6 +168,7 @@ class Checkpoints:
         for block, key in enumerate(keys):
             if (one := self._kept.get(key)) is not None:
                 traits = self._traits(lease, (block + 1) * self._block_size, None)
+                one.hint = traits.hint
                 self._ranking.hint(one.number, self._clock(), traits)
 
     def conclude(self, key: BlockKey, conclusion: Conclusion) -> None:
@@ -171,9 +188,9 @@ class Checkpoints:
             self.events.put(BlocksRemoved(one.pieces[-1:], Tier.DEVICE))
         if one.state is not None:
             del self._of_state[one.state]
-            self.states.release(one.state)
+            self.states.let_go(one.state)
         for page in one.pages:
-            self.pages.release(page)
+            self.pages.let_go(page)
 
     def drop_behind(self, keys: Iterable[BlockKey]) -> None:
         """Drop the checkpoints behind KV blocks that left the device, or move them down as these were."""
@@ -199,7 +216,8 @@ class Checkpoints:
         return len(dropped)
 
     def set_quotas(self, shares: Mapping[str, float]) -> None:
-        """Set which share of the places each owner (`Namespace.owner`) may hold, and drop what is beyond."""
+        """Set which share of the memory the checkpoints of each owner (`Namespace.owner`) may take alone, and
+        drop what is beyond."""
         counts = (self.states.count, self.pages.count // max(1, self.most_pages))
         room = min(count for count in counts if count)
         self._ranking.set_quotas({owner: int(share * room) for owner, share in shares.items()})
@@ -220,25 +238,53 @@ class Checkpoints:
     # -- room -----------------------------------------------------------------------------------------
 
     def take(self, slots: Slots) -> int | None:
-        """Return a place that nobody holds, dropping checkpoints if need be; None: others hold all."""
+        """Return a place that nobody held, making room if need be; None: others hold all."""
         while not slots.num_free:
             key = self._first(lambda one: self._frees(one, slots))
-            if key is None:
+            if key is None and not self._can_empty():
                 return None
-            self.drop(key)
-            self.num_evicted += 1
+            if not (self._evict_kv(key) or self._evict(key)):
+                return None
         return slots.take()
 
     def can_take(self, slots: Slots) -> bool:
         """Whether `take` would find a place."""
         if not slots.count or slots.num_free:
             return True
-        return self._first(lambda one: self._frees(one, slots)) is not None
+        return self._first(lambda one: self._frees(one, slots)) is not None or self._can_empty()
 
-    def num_spare(self, slots: Slots) -> int:
-        """Return how many places are free, or held by one checkpoint alone. O(checkpoints)."""
-        held = (place for one in self._kept.values() for place in self.held(one, slots))
-        return slots.num_free + sum(slots.holders(place) == 1 for place in held)
+    @property
+    def num_spare_blocks(self) -> int:
+        """Blocks that would be free without checkpoints."""
+        return (self.states.num_spare_slabs + self.pages.num_spare_slabs) * self.places.slabs.slab
+
+    def make_room(self, num_blocks: int) -> bool:
+        """Evict up to so many KV blocks, or the checkpoint whose turn it is before; False: nothing can go."""
+        key = self._first(self._frees_any)
+        return self._evict_kv(key, num_blocks) or self._evict(key)
+
+    def _evict_kv(self, before: BlockKey | None, num_blocks: int = 1) -> bool:
+        """Evict KV, unless it is the turn of a checkpoint; return whether any was."""
+        oldest = None if self.kv is None else self.kv.oldest()
+        if oldest is None or self.kv is None:
+            return False
+        if before is not None and self._turn(self._kept[before]) < oldest:
+            return False
+        return self.kv.evict(min(num_blocks, _MOST_AT_ONCE)) > 0
+
+    def _evict(self, key: BlockKey | None) -> bool:
+        if key is None:
+            return False
+        if key in self._kept:  # else it left with its KV
+            self.drop(key)
+            self.num_evicted += 1
+        return True
+
+    def _can_empty(self) -> bool:
+        return self.kv is not None and self.places.slabs.can_empty(self.kv.present())
+
+    def _turn(self, one: Checkpoint) -> Turn:
+        return turn_of(one.hint, one.used_at, self._clock())
 
     def held(self, one: Checkpoint, slots: Slots) -> Sequence[int]:
         """Return the places of a kind that a checkpoint holds."""
@@ -253,6 +299,9 @@ class Checkpoints:
             return True
         return False
 
+    def _frees_any(self, one: Checkpoint) -> bool:
+        return self._frees(one, self.states) or self._frees(one, self.pages)
+
     def _frees(self, one: Checkpoint, slots: Slots) -> bool:
         return any(slots.holders(place) == 1 for place in self.held(one, slots))
 
@@ -265,12 +314,8 @@ class Checkpoints:
     def _keep_quotas(self) -> None:
         """Drop what owners hold beyond their quotas; what sequences hold as well stays."""
 
-        def may_leave(one: Checkpoint) -> bool:
-            return self._frees(one, self.states) or self._frees(one, self.pages)
-
-        while (key := self._first(may_leave, over_quota=True)) is not None:
-            self.drop(key)
-            self.num_evicted += 1
+        while (key := self._first(self._frees_any, over_quota=True)) is not None:
+            self._evict(key)
 
     # -- names ----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from stemma.prefix.eviction.policy import BlockTraits, HintedRun
 from stemma.prefix.explain import Miss
 from stemma.prefix.keys import KeySpace, Namespace
 from stemma.types import (
+    NO_HINT,
     NO_RETENTION,
     BlockIds,
     BlockKey,
@@ -262,6 +263,21 @@ class Lease:
     def hint(self, block: int) -> RetentionHint:
         """Return the retention hint of block number `block`."""
         return next((run.hint for run in self._leading if block < run.end), self.retention.rest)
+
+    def adopt_hints(self, first: int, hints: Sequence[RetentionHint]) -> None:
+        """Let blocks from `first` on keep the hints they came with, where they have any."""
+        end = first + len(hints)
+        if self.retention.renews or all(hint == NO_HINT for hint in hints):
+            return
+        own = [self.hint(block) for block in range(end)]
+        own[first:] = [
+            mine if hint == NO_HINT else hint for mine, hint in zip(own[first:], hints, strict=True)
+        ]
+        ends = [*(n for n in range(1, end) if own[n] != own[n - 1]), end]
+        starts = [0, *ends[:-1]]
+        runs = [HintedRun(start, stop, own[start]) for start, stop in zip(starts, ends, strict=True)]
+        later = [HintedRun(max(run.start, end), run.end, run.hint) for run in self._leading if run.end > end]
+        self._leading = (*runs, *later)
 
     def traits(
         self,

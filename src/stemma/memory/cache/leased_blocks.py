@@ -67,7 +67,8 @@ class LeasedBlocks:
         if self._cached is None:
             return self._allocator.num_free
         num_in_use = sum(map(self._cached.has, self._tails.values()))
-        return self._allocator.num_free + self._cached.index.num_evictable - num_in_use
+        num_spare = 0 if self._states is None else self._states.num_spare_blocks
+        return self._allocator.num_free + self._cached.index.num_evictable - num_in_use + num_spare
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -80,9 +81,22 @@ class LeasedBlocks:
             return None
         while (num_missing := num_blocks - self._allocator.num_free) > 0:
             # Evicted blocks that a lease still holds free no memory yet, so one round may not be enough.
-            if self._cached is None or not self._cached.evict(num_missing):
+            if not self._make_room(num_missing):
                 return None
         return self._allocator.allocate(num_blocks)
+
+    def _make_room(self, num_blocks: int) -> bool:
+        """Evict up to so many blocks, or whose turn it is before; False: nothing can go."""
+        if self._cached is None:
+            return False
+        if self._states is None:
+            return self._cached.evict(num_blocks) > 0
+        return self._states.make_room(num_blocks)
+
+    def evict_all(self) -> None:
+        """Evict all that no lease holds, so that whole slabs are empty."""
+        while self._make_room(self._allocator.num_blocks):
+            pass
 
     def copy_head(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the KV of the first `num_tokens` tokens of a block."""
@@ -260,5 +274,6 @@ class LeasedBlocks:
             wrong = np.flatnonzero(expected != self._allocator.counts()).tolist()
             raise IntegrityError(f"reference counts of blocks {wrong} don't match their holders")
         num_single = int(np.count_nonzero(present & (expected == 1)))
+        num_single += 0 if self._states is None else self._states.num_spare_blocks
         if self.num_available > self._allocator.num_free + num_single:
             raise IntegrityError("more blocks count as available than eviction can free")

@@ -114,7 +114,7 @@ class PrefixCache:
         self.below = TiersBelow(lower)
         """The tiers below the device, for the operator and for any thread."""
         self._loads = None if lower is None else PromptLoads(lower, key_space, takes_tails=takes_tails)
-        self._allocator = BlockAllocator(buffer.num_blocks)
+        self._allocator = BlockAllocator(buffer.num_blocks) if states is None else states.places.slabs
         self._elsewhere = Elsewhere(self.block_size, other_models)
         self._cached = None
         if index is not None:
@@ -131,6 +131,10 @@ class PrefixCache:
         self._leased = LeasedBlocks(self.block_size, buffer, self._allocator, self._cached, states)
         self._rests = Rests(self._leased)
         self._states = states
+        self._longest = self.num_blocks - (0 if states is None else states.places.num_reserved)
+        """Blocks that one sequence can have."""
+        if states is not None and self._cached is not None:
+            states.share_with(self._cached)
         self._state_hits: StateHits | None = None
         if states is not None:
             self._state_hits = StateHits(states, self._cached, lower, self.block_size)
@@ -157,7 +161,7 @@ class PrefixCache:
     @property
     def capacity_tokens(self) -> int:
         """Maximum number of tokens that one sequence can hold."""
-        return self.num_blocks * self.block_size
+        return self._longest * self.block_size
 
     @property
     def num_available(self) -> int:
@@ -170,7 +174,7 @@ class PrefixCache:
         This assumes that no other request runs. Held blocks count only if the sequence shares them.
         """
         kept = {block_id for lease in self._held for block_id in lease.block_table.tolist()}
-        num_blocks = self.num_blocks - len(kept)
+        num_blocks = self._longest - len(kept)
         if kept:
             found = self._match(namespace, tokens)
             shared = found.block_ids[: found.num_full_blocks(self.block_size)].tolist()
@@ -578,6 +582,11 @@ class PrefixCache:
             self._cached.set_quotas(quotas)
         if self._states is not None:
             self._states.set_quotas({owner: quota / self.num_blocks for owner, quota in quotas.items()})
+
+    def evict_all(self) -> None:
+        """Evict all that no lease holds: states and windows need room in one piece."""
+        self.end_rests()
+        self._leased.evict_all()
 
     def flush(self) -> int:
         """Drop every block that no lease holds; return how many."""

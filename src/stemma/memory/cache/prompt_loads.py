@@ -88,6 +88,7 @@ class PromptLoads:
         `state`: blocks for a recurrent state, whose keys follow those of the table's blocks. `num_spared`:
         see `LowerTiers.load`; `num_lost`: blocks that a load before this one didn't bring.
         """
+        lease.adopt_hints(first, self._lower.hints(keys[: len(tiers)]))
         block_ids = [*lease.block_table[first : first + len(tiers)].tolist(), *state]
         wanted = keys[: len(block_ids)]
         if lease.is_ahead:

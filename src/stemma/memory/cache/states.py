@@ -20,6 +20,7 @@ import numpy.typing as npt
 from stemma.errors import IntegrityError
 from stemma.memory.cache.checkpoints import Checkpoints, Places
 from stemma.memory.cache.lease import Lease, LeaseState, StateMove
+from stemma.memory.cache.turns import CachedKV
 from stemma.memory.device.layout import WindowGroup
 from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.lower import LowerTiers
@@ -75,6 +76,24 @@ class CachedStates:
     def num_evicted(self) -> int:
         """Checkpoints that were dropped for room, quotas, or with their KV."""
         return self._kept.num_evicted
+
+    @property
+    def places(self) -> Places:
+        """Where states and pages lie."""
+        return self._places
+
+    @property
+    def num_spare_blocks(self) -> int:
+        """Blocks that would be free without checkpoints."""
+        return self._kept.num_spare_blocks
+
+    def share_with(self, kv: CachedKV) -> None:
+        """Take room from cached KV, and give it room, as turns come."""
+        self._kept.kv = kv
+
+    def make_room(self, num_blocks: int) -> bool:
+        """Evict up to so many KV blocks, or a checkpoint; False: nothing can go."""
+        return self._kept.make_room(num_blocks)
 
     def watch(self, sink: KVEventSink) -> None:
         """Tell `sink` of checkpoints that enter and leave the device."""
@@ -181,7 +200,7 @@ class CachedStates:
             return
         found = self._kept[self._key_at(lease, position)]
         for slots in (self._states, self._pages):
-            if self._kept.num_spare(slots) - len(self._kept.held(found, slots)) < slots.count // 2:
+            if slots.num_leased + len(self._kept.held(found, slots)) > slots.count // 2:
                 return
         found.is_rolling = False
         self._go_on(lease, position, 0)

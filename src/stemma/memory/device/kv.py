@@ -46,19 +46,25 @@ class DeviceKV:
         *,
         num_states: int = 0,
         num_pages: int = 0,
+        slab: int = 0,
     ) -> None:
         """`num_states`: sequences whose recurrent states fit, in blocks behind the others; on CPU only.
 
-        `num_pages`: of layers with windows, behind these.
+        `num_pages`: of layers with windows, behind these. With `slab`, blocks of a slab, both lie among the
+        blocks: as many as all slabs hold, and whoever uses them says what each slab holds (`slabs.py`).
         """
         if num_blocks < 1:
             raise ConfigError(f"the device tier needs at least one block, got {num_blocks}")
         self.layout = layout
-        self.num_blocks = num_blocks
-        self.num_states = num_states
-        self.num_pages = num_pages
-        self._first_page = num_blocks + num_states * layout.blocks_per_state
-        num_blocks = self._first_page + num_pages * layout.blocks_per_page
+        self.num_blocks, self.slab = num_blocks, slab
+        self._first_state, self._first_page = num_blocks, num_blocks + num_states * layout.blocks_per_state
+        num_all = self._first_page + num_pages * layout.blocks_per_page
+        if slab:
+            self._first_state = self._first_page = 0
+            num_states, num_pages = (num_blocks // slab * each for each in layout.places_per_slab(slab))
+            num_all = num_blocks
+        self.num_states, self.num_pages = num_states, num_pages
+        num_blocks = num_all
         _check_places(layout, num_blocks)
         self.device = torch.device(device)
         dtype, shape = TORCH_DTYPES[layout.dtype], [num_blocks, *layout.block_shape]
@@ -84,7 +90,7 @@ class DeviceKV:
         self.pages: DeviceKV | None = None
         """KV of layers with windows, whose blocks are the pages; None: there are none."""
         if num_pages:
-            of_page = self._bytes[self._first_page :].view(num_pages, -1)
+            of_page = self._bytes[self._first_page :].reshape(num_pages, -1)
             self.pages = _Pages(layout.page, of_page[:, : layout.page.block_bytes], self.device)
 
     @property
@@ -121,8 +127,10 @@ class DeviceKV:
 
     def state_blocks(self, state: int) -> range:
         """Return the ids of the blocks that hold a state."""
-        each = self.layout.blocks_per_state
-        first = self.num_blocks + state * each
+        each, per_slab = self.layout.blocks_per_state, self.layout.places_per_slab(self.slab)[0]
+        first = self._first_state + state * each
+        if self.slab:
+            first = state // per_slab * self.slab + state % per_slab * each
         return range(first, first + each)
 
     def page_blocks(self, page: int) -> range:
@@ -144,6 +152,12 @@ class DeviceKV:
     def state_address(self, state: int) -> int:
         """Return where a state begins in memory; on CPU."""
         return self._bytes[self.state_blocks(state).start].data_ptr()
+
+    def clear_slab(self, slab: int) -> None:
+        """Zero what held something else: bytes of a state, read as KV behind a mask, might be no numbers."""
+        self._bytes[slab * self.slab : (slab + 1) * self.slab].zero_()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def touch(self, block_id: int) -> None:
         """Have memory given to a block that was never used; its first use takes milliseconds otherwise."""
@@ -185,7 +199,7 @@ class _Pages(DeviceKV):
     def __init__(self, layout: KVLayout, raw: torch.Tensor, device: torch.device) -> None:
         """`raw` uint8 [num_pages, layout.block_bytes], each page in one run."""
         self.layout, self.device = layout, device
-        self.num_blocks, self.num_states, self.num_pages = raw.shape[0], 0, 0
+        self.num_blocks, self.num_states, self.num_pages, self.slab = raw.shape[0], 0, 0, 0
         self.pages = None
         dtype, shape = TORCH_DTYPES[layout.dtype], layout.block_shape
         if layout.stored == "plain":

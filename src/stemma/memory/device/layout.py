@@ -234,6 +234,17 @@ class KVLayout:
             return 0
         return self.aligned(-(-self.state.num_bytes // self.block_bytes))
 
+    @property
+    def blocks_per_slab(self) -> int:
+        """Blocks of the least slab that holds a state, a page, or whole pages; 0: there are neither."""
+        state, page = self.blocks_per_state, self.blocks_per_page
+        return -(-state // page) * page if state and page else max(state, page)
+
+    def places_per_slab(self, slab: int) -> tuple[int, int]:
+        """Return how many states, and how many pages, a slab of so many blocks holds; 0: there are none."""
+        state, page = self.blocks_per_state, self.blocks_per_page
+        return slab // state if state else 0, slab // page if page else 0
+
     def aligned(self, num_blocks: int) -> int:
         """Return the next number of blocks behind which a state or page may begin; without any, the same."""
         if self.state is None and self.windows is None:

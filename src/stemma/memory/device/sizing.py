@@ -23,52 +23,47 @@ def device_bytes(settings: CacheSettings, device: torch.device) -> int:
     return int(free_bytes(device) * settings.kv_cache_fraction)
 
 
+_LEAST_STATES = 2
+"""A sequence reads one and writes another."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSizes:
-    """Numbers of blocks, states and pages that the device tier has room for."""
+    """What the device tier has room for."""
 
     num_blocks: int
-    num_states: int = 0
-    """States of recurrent layers."""
-    num_pages: int = 0
-    """Pages of layers with windows."""
+    slab: int = 0
+    """Blocks of a slab, which may hold states or pages instead; 0: the model has neither."""
+    num_reserved: int = 0
+    """Blocks that no sequence can have: room for its states and pages, and for padding (`make_states`)."""
+
+    @property
+    def longest(self) -> int:
+        """Blocks that one sequence can have."""
+        return self.num_blocks - self.num_reserved
 
 
-_BLOCKS_PER_PAGE = 4
-"""Blocks for each page: sequences have pages for their windows alone. Pages of layers that compress hold what
-many blocks do: there are as many blocks for each as it holds, or pages would take nearly all memory."""
-
-
-def device_sizes(layout: KVLayout, num_bytes: int, settings: CacheSettings, step: int) -> DeviceSizes:
+def device_sizes(layout: KVLayout, num_bytes: int, step: int) -> DeviceSizes:
     """Return what fits; `step`: tokens of the largest step, which need pages.
 
-    Raises ConfigError if not even one block, two states, or the pages of a step fit.
+    Raises ConfigError if not even one block, two states, and the pages of a step fit.
     """
-    if layout.state is None and layout.windows is None:
+    slab = layout.blocks_per_slab
+    if not slab:
         return DeviceSizes(num_blocks_for(layout, num_bytes))
-    state_bytes = layout.blocks_per_state * layout.block_bytes
-    num_states = 0 if layout.state is None else int(num_bytes * settings.state_cache_fraction) // state_bytes
-    left = num_bytes - num_states * state_bytes
-    num_pages = 0
+    states, pages = layout.places_per_slab(slab)
+    num_reserved = slab * (1 if not states else 1 + -(-_LEAST_STATES // states))
     if layout.windows is not None:
-        page_bytes = layout.blocks_per_page * layout.block_bytes
         least = -(-(step + layout.windows.window) // layout.block_size) + 2
-        blocks = (
-            _BLOCKS_PER_PAGE if layout.compressed is None else max(_BLOCKS_PER_PAGE, layout.blocks_per_page)
-        )
-        num_pages = max(least, left // (page_bytes + blocks * layout.block_bytes))
-        left -= num_pages * page_bytes
-    num_blocks = max(0, left // layout.block_bytes)
-    while num_blocks and layout.aligned(num_blocks) != num_blocks:
-        num_blocks -= 1
-    if (layout.state is not None and num_states < 2) or num_blocks < 1:
+        num_reserved += -(-least // pages) * slab
+    num_blocks = num_bytes // layout.block_bytes // slab * slab
+    if num_blocks <= num_reserved:
         raise ConfigError(
             f"the KV cache has {num_bytes} bytes, too few for this model: blocks take {layout.block_bytes} "
-            f"each, recurrent states {state_bytes} a sequence, and windows {num_pages} pages of "
-            f"{layout.blocks_per_page} blocks; give it more memory, or choose another state_cache_fraction "
-            "or a smaller max_batch_tokens"
+            f"each, and recurrent states or windows of one sequence as much as {num_reserved}; give it "
+            "more memory, or choose a smaller max_batch_tokens"
         )
-    return DeviceSizes(num_blocks, num_states, num_pages)
+    return DeviceSizes(num_blocks, slab, num_reserved)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -171,6 +171,10 @@ class BlockStore(ABC):
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Return, per key, whether a read now would probably hit. A hint: the read decides."""
 
+    def hints_many(self, keys: Sequence[BlockKey]) -> list[RetentionHint]:
+        """Return what is known of the hints that blocks were put with; takes no lock."""
+        return [NO_HINT] * len(keys)
+
     @abstractmethod
     def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
         """Read each key into its own writable buffer of `block_bytes` bytes; counts as a use."""

@@ -90,7 +90,7 @@ class HostStore(SlottedStore):
         return self._put(blocks, write)
 
     def drop_oldest(self, num_blocks: int, save: Callable[[Sequence[BlockPut]], None]) -> int:
-        """Make room ahead of need: pass the next victims to `save`, then drop them.
+        """Make room ahead of need: pass the next victims to `save`, but for expired ones, then drop them.
 
         They stay readable until `save` returns. A block that was used or got a child in the meantime isn't
         dropped. Duplicates go before all others, without being saved. Returns how many were dropped.
@@ -108,8 +108,11 @@ class HostStore(SlottedStore):
             stamps = [float(self._used_at[slot]) for slot, _, _ in taken]
             self._num_moving += 1
         blocks = [
-            BlockPut(key, parent, memoryview(self._bytes[slot]), owner=self._index.owner_of(slot))
+            BlockPut(
+                key, parent, memoryview(self._bytes[slot]), self._hints[slot], self._index.owner_of(slot)
+            )
             for slot, key, parent in taken
+            if not self._is_expired(slot, self._latest)
         ]
         try:
             save(blocks)

@@ -28,7 +28,7 @@ from stemma.errors import IntegrityError
 from stemma.prefix.eviction.fallback import fall_back
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.prefix.eviction.quotas import QuotaPolicy
-from stemma.types import BlockKey
+from stemma.types import NO_HINT, BlockKey, RetentionHint
 
 _NO_PARENT = BlockKey(b"")
 
@@ -180,11 +180,13 @@ class TierIndex:
         now: float,
         traits: BlockTraits,
         owners: Sequence[str] | None = None,
+        hints: Sequence[RetentionHint] = (),
     ) -> None:
         """Fill an empty index after a restart.
 
         Blocks come most recently used first, parents before children, with unique keys. `parent_at` gives the
-        position of each block's parent, or -1. `owners`: whose they are; None: nobody's.
+        position of each block's parent, or -1. `owners`: whose they are; None: nobody's. `hints`: by block;
+        empty: none.
         """
         assert not self._slot_of
         assert not self._reserved
@@ -201,6 +203,12 @@ class TierIndex:
         self._freed = np.flatnonzero(is_free)[::-1].tolist()
         try:
             self._policy.insert(np.asarray(slots, dtype=np.int32), now, traits)
+            hinted: dict[RetentionHint, list[int]] = {}
+            for slot, hint in zip(slots, hints, strict=False):
+                if hint is not NO_HINT:
+                    hinted.setdefault(hint, []).append(slot)
+            for hint, ids in hinted.items():
+                self._policy.hint(np.asarray(ids, dtype=np.int32), now, BlockTraits(hint=hint))
             for n in np.flatnonzero(counts == 0).tolist():
                 self._policy.offer(slots[n])
         except Exception as error:  # noqa: BLE001 - see `_policy_failed`

@@ -34,7 +34,7 @@ from stemma.memory.tiers.pool_asks import Ask, PoolAsks
 from stemma.memory.tiers.recent_keys import Whereabouts
 from stemma.memory.tiers.tier_stats import LoadCounters
 from stemma.supervision import Supervisor, start_thread
-from stemma.types import BlockKey, Tier
+from stemma.types import NO_HINT, BlockKey, Tier
 
 logger = logging.getLogger(__name__)
 RUN_BLOCKS = 1024
@@ -455,12 +455,9 @@ class LoadQueue:
             # Before the put: as soon as a block is stored, the step loop may find it and ask for its origin.
             self._whereabouts.note_origin(tier, keys)
         owners = task.owners[first : first + count] or [""] * count
-        host.put_many(
-            [
-                BlockPut(key, parent, place, owner=owner)
-                for place, key, parent, owner in zip(places, keys, parents, owners, strict=True)
-            ]
-        )
+        source = next((store for store in self._stores() if store.tier is tier), None)
+        hints = [NO_HINT] * count if source is None else source.hints_many(keys)
+        host.put_many([BlockPut(*block) for block in zip(keys, parents, places, hints, owners, strict=True)])
         task.num_done += count
         with self._lock:
             self.counters.prefetched_blocks[tier] += count

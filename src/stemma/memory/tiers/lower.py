@@ -12,7 +12,7 @@ from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.tier_stats import TransferStats
-from stemma.types import BlockKey, Tier
+from stemma.types import NO_HINT, BlockKey, RetentionHint, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,10 @@ class LowerTiers(Protocol):
 
     def passed_over(self, keys: Sequence[BlockKey]) -> PassedOver | None:
         """Return what the tiers have of `keys`, which `match` left out; None if not even the first."""
+
+    def hints(self, keys: Sequence[BlockKey]) -> Sequence[RetentionHint]:
+        """Return the hints that blocks came with, as far as a tier knows."""
+        return [NO_HINT] * len(keys)
 
     def load(
         self, keys: Sequence[BlockKey], block_ids: Sequence[int], num_spared: int | None = None

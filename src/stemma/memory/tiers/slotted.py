@@ -30,7 +30,7 @@ from stemma.memory.tiers.block_store import (
 from stemma.memory.tiers.index import TierIndex
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.prefix.keys import fingerprints
-from stemma.types import BlockKey
+from stemma.types import NO_HINT, BlockKey, RetentionHint
 
 _SLICE_BLOCKS = 256
 """Due blocks looked at in one hold of the lock: less than a millisecond."""
@@ -77,6 +77,8 @@ class SlottedStore(BlockStore):
         """By slot: when its block was last read or written."""
         self._ttl_s: npt.NDArray[np.float64] = np.full(capacity_blocks, np.inf)
         """By slot: seconds of disuse after which its block expires; infinite for free slots."""
+        self._hints: list[RetentionHint] = [NO_HINT] * capacity_blocks
+        """By slot: what its block came with."""
         self._writing: set[BlockKey] = set()
         self._is_open = True
 
@@ -155,6 +157,11 @@ class SlottedStore(BlockStore):
         now = self._clock()
         found = [self._index.find(key) for key in keys]
         return [slot is not None and not self._is_expired(slot, now) for slot in found]
+
+    @override
+    def hints_many(self, keys: Sequence[BlockKey]) -> list[RetentionHint]:
+        found = [self._index.find(key) for key in keys]
+        return [NO_HINT if slot is None else self._hints[slot] for slot in found]
 
     @override
     def touch(self, keys: Sequence[BlockKey]) -> None:
@@ -479,6 +486,7 @@ class SlottedStore(BlockStore):
         traits = BlockTraits(fingerprints([block.key]), hint=block.hint, owner=block.owner)
         self._index.commit(slot, block.key, block.parent, self._ranked_at(now), traits)
         self._used_at[slot] = now
+        self._hints[slot] = block.hint
         self._ttl_s[slot] = self._default_ttl_s if block.hint.ttl_s is None else block.hint.ttl_s
 
     def _drop(self, slots: Sequence[int]) -> int:

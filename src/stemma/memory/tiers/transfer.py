@@ -33,7 +33,7 @@ from stemma.memory.tiers.recent_keys import NOTE_BYTES, RecentKeys, Whereabouts
 from stemma.memory.tiers.tier_stats import TierStats, TransferStats
 from stemma.memory.tiers.write_queue import BATCH_BLOCKS, WriteQueue
 from stemma.supervision import LoggingSupervisor, Supervisor
-from stemma.types import BlockKey, Tier
+from stemma.types import NO_HINT, BlockKey, RetentionHint, Tier
 
 PrefetchPolicy = Literal["best_effort", "timeout", "wait_complete"]
 
@@ -234,6 +234,13 @@ class TierTransfer(LowerTiers):
             return None
         is_awaited = found[0] is Tier.HOST or self._policy.prefetch != "best_effort"
         return PassedOver(len(found), found[0], is_awaited)
+
+    @override
+    def hints(self, keys: Sequence[BlockKey]) -> Sequence[RetentionHint]:
+        by_store = [store.hints_many(keys) for store in self._stores]
+        return [
+            next((one for one in each if one != NO_HINT), NO_HINT) for each in zip(*by_store, strict=True)
+        ]
 
     @override
     def load(

@@ -18,8 +18,15 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Of an animation the first frame is taken."""
-BYTES_PER_PIXEL = 3
+_DIGESTED_ROWS = 64
+"""Rows of an image that are copied at once for its digest."""
 NEEDS_PILLOW = "images need Pillow: pip install 'stemma[vision]'"
+
+
+READING_BYTES_PER_PIXEL = 20
+"""Memory that reading an image takes at most, whatever its format; the file may be a thousandth of it."""
+KEPT_BYTES_PER_PIXEL = 4
+"""That of an image in RGB, as Pillow has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +39,11 @@ class ImageLimits:
     """Of what it decodes to: width times height."""
 
 
-def decoded_bytes(data: bytes, limits: ImageLimits, name: str) -> int:
-    """Return how many bytes the image in `data` takes as RGB, by its header. Errors as `decode_image`."""
+def reading_bytes(data: bytes, limits: ImageLimits, name: str) -> int:
+    """Return how much memory reading the image in `data` takes, by its header. Errors as `decode_image`."""
     with _opened(data, limits, name) as image:
         width, height = image.size
-        return int(BYTES_PER_PIXEL * width * height)
+        return int(READING_BYTES_PER_PIXEL * width * height)
 
 
 def decode_image(data: bytes, limits: ImageLimits, name: str) -> Image:
@@ -45,8 +52,11 @@ def decode_image(data: bytes, limits: ImageLimits, name: str) -> Image:
     `name` says in errors which it is. Raises InvalidRequest for what is no image, too large, or not of
     `FORMATS`.
     """
+    from PIL import ImageOps
+
     with _opened(data, limits, name) as image:
-        return as_rgb(image, name)
+        ImageOps.exif_transpose(image, in_place=True)
+        return _over_white(image)
 
 
 @contextmanager
@@ -75,14 +85,22 @@ def as_rgb(image: Image, name: str) -> Image:
 
     Raises InvalidRequest, which calls it `name`, for what can't be decoded.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
     with _decoding(name):
-        upright = ImageOps.exif_transpose(image)  # a copy in any case
-        if not upright.has_transparency_data:
-            return upright.convert("RGB")
-        white = Image.new("RGBA", upright.size, "white")
-        return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
+        return _over_white(ImageOps.exif_transpose(image))
+
+
+def _over_white(image: Image) -> Image:
+    """Return an image in RGB. What it is made of goes as soon as it may: each is 4 bytes a pixel."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    white = Image.new("RGBA", image.size, "white")
+    found = Image.alpha_composite(white, image if image.mode == "RGBA" else image.convert("RGBA"))
+    del white
+    return found.convert("RGB")
 
 
 @contextmanager
@@ -112,5 +130,8 @@ def digest_of(image: Image, settings: bytes) -> bytes:
     """Return SHA-256 of an RGB image's size and pixels behind `settings`."""
     digest = hashlib.sha256(struct.pack("<Q", len(settings)) + settings)
     digest.update(struct.pack("<QQ", *image.size))
-    digest.update(image.tobytes())
+    width, height = image.size
+    for top in range(0, height, _DIGESTED_ROWS):
+        rows = (0, top, width, min(height, top + _DIGESTED_ROWS))
+        digest.update(image.crop(rows).tobytes())
     return digest.digest()

@@ -25,8 +25,8 @@ class ReadImage:
     """Makes what the encoder takes."""
     name: str
     """Says where it stands in the request, e.g. ``image 2 of message 3``."""
-    num_made_bytes: int = 0
-    """Memory of what `pixels` has made already."""
+    num_bytes: int = 0
+    """Memory that it takes: its own, or of what `pixels` has made of it already."""
 
     def named(self, name: str) -> ReadImage:
         """Return the same image in another place."""

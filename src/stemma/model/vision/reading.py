@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,14 @@ from stemma.errors import ConfigError, InvalidRequest
 from stemma.model.foreign_code import foreign_code
 from stemma.model.tokenizer import Tokenizer
 from stemma.model.vision.decoding import (
+    KEPT_BYTES_PER_PIXEL,
     NEEDS_PILLOW,
     ImageLimits,
     as_rgb,
     check_size,
     decode_image,
-    decoded_bytes,
     digest_of,
+    reading_bytes,
 )
 from stemma.model.vision.family import Expansion, Pixels, VisionConfig
 from stemma.model.vision.prompt import PromptImages, ReadImage, place_images
@@ -66,7 +68,7 @@ class ImageReader:
         versions = [f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES]
         named = "\0".join((config.family.architecture, described, *versions))
         self._settings = hashlib.sha256(named.encode()).digest()
-        self._known: OrderedDict[bytes, Expansion] = OrderedDict()
+        self._known: OrderedDict[tuple[str, bytes], Expansion] = OrderedDict()
         self._lock = threading.Lock()
 
     def text(self, text: object, images: Sequence[Any]) -> tuple[TokenArray, PromptImages | None]:
@@ -82,13 +84,16 @@ class ImageReader:
         text = self._tokenizer.render_chat(rendered)
         return self.prompt(text, [self.read(one) for one in sources], add_special_tokens=False)
 
-    def decoded_bytes(self, data: bytes, name: str) -> int:
-        """Return how much memory the image in a file's bytes takes, by its header. Raises InvalidRequest."""
-        return decoded_bytes(data, self.limits, name)
+    def reading_bytes(self, data: bytes, name: str) -> int:
+        """Return how much memory it takes to read the image in a file's bytes. Raises InvalidRequest."""
+        return reading_bytes(data, self.limits, name)
 
-    def read_bytes(self, data: bytes, name: str) -> ReadImage:
-        """Return the image in a file's bytes. Raises InvalidRequest, which calls it `name`."""
-        return self._read(decode_image(data, self.limits, name), name)
+    def read_bytes(self, data: bytes, name: str, owner: str = "") -> ReadImage:
+        """Return the image in a file's bytes. Raises InvalidRequest, which calls it `name`.
+
+        Only what `owner` had read before is known from before: time tells nobody of another's images.
+        """
+        return self._read(decode_image(data, self.limits, name), name, owner)
 
     def read(self, source: ImageSource) -> ReadImage:
         """Return an image that lies in the request itself. Raises InvalidRequest, for http URLs too."""
@@ -140,20 +145,21 @@ class ImageReader:
         """Return the ids of an expanded text with those of its images. Raises InvalidRequest."""
         return place_images(tokens, images, self.placeholder_id, self._config.family)
 
-    def _read(self, image: Image, name: str) -> ReadImage:
+    def _read(self, image: Image, name: str, owner: str = "") -> ReadImage:
         digest = digest_of(image, self._settings)
-        pixels, num_made_bytes = partial(self._process, image, name), 0
+        pixels, num_bytes = partial(self._process, image, name), KEPT_BYTES_PER_PIXEL * math.prod(image.size)
+        key = (owner, digest)
         with self._lock:
-            expansion = self._known.get(digest)
+            expansion = self._known.get(key)
         if expansion is None:
             made = pixels()
-            pixels, num_made_bytes = partial(_same, made), sum(one.nbytes for one in made.values())
+            pixels, num_bytes = partial(_same, made), sum(one.nbytes for one in made.values())
             expansion = self._config.family.expand(self._config.whole, made, self._tokenizer.token_text)
             with self._lock:
-                self._known[digest] = expansion
+                self._known[key] = expansion
                 while len(self._known) > _MAX_KNOWN:
                     self._known.popitem(last=False)
-        return ReadImage(digest, expansion, pixels, name, num_made_bytes)
+        return ReadImage(digest, expansion, pixels, name, num_bytes)
 
     def _process(self, image: Image, name: str) -> Pixels:
         """Return what the processor makes of an image. Raises InvalidRequest for one that it can't take."""

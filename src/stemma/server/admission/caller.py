@@ -10,6 +10,16 @@ from stemma.budgets import Holding
 
 if TYPE_CHECKING:  # proxies need callers, and no model
     from stemma.model.vision.prompt import ReadImage
+    from stemma.server.admission.ledger import Reserved
+
+
+@dataclass(slots=True)
+class Used:
+    """Tokens of the answers that one request got whole."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -23,6 +33,9 @@ class Caller:
     is_logged: bool = False
     """Whether a line of the request log tells of it."""
     holding: Holding = field(default_factory=Holding)
+    reserved: Reserved | None = None
+    """Its place among the tenant's requests, until the turns that it asks for take it over."""
+    used: Used = field(default_factory=Used)
     images: dict[str, ReadImage] = field(default_factory=dict)
     """Its images that were read, by their URL: each once, however often a part of the prompt is rendered."""
 

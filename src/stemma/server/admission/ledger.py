@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from stemma.budgets import TENANT_SHARE, Budget, BudgetState, Holding
 from stemma.config.settings import Settings
+from stemma.errors import InvalidRequest, OverBudget
+from stemma.server.admission.answers import NOTHING_ELSE, AnswerSize, Told
 from stemma.server.admission.rates import RateLimits
 from stemma.server.tenants.keyfile import Tenant
 
@@ -29,7 +31,11 @@ class Admission:
         self._max_output_tokens = settings.requests.max_output_tokens or engine.max_model_len
         num_sequences = scheduler.max_waiting + scheduler.seats
         self.bodies = shared("body_bytes", "bytes of request bodies", settings.server.body_memory)
-        self.images = shared("image_bytes", "bytes of decoded images", settings.engine.images.memory)
+        self.images = shared("image_bytes", "bytes of images", settings.engine.images.memory)
+        self.answers = shared(
+            "answer_bytes", "bytes of answers, beside their text", settings.server.answer_memory
+        )
+        self._max_answer_bytes = settings.requests.max_answer_bytes
         self.tokenizing = shared(
             "tokenizing_queue", "prompts that wait to be tokenized", max(1, scheduler.max_waiting)
         )
@@ -40,6 +46,7 @@ class Admission:
         self.rates = RateLimits()
         self._budgets = [
             self.bodies,
+            self.answers,
             self.images,
             self.tokenizing,
             self.sequences,
@@ -55,36 +62,33 @@ class Admission:
         """Return every budget as it is now."""
         return [budget.state() for budget in self._budgets]
 
-    def reserve(self, tenant: Tenant | None, requests: Sequence[GenerationRequest]) -> Reserved:
-        """Take what `requests` will need, until `Reserved.close`.
-
-        Raises RateLimited or Overloaded, and InvalidRequest if a retry wouldn't help; then nothing is taken.
-        """
-        num_sequences = sum(map(num_sequences_of, requests))
-        num_tokens = sum(self._most_output(one) for one in requests)
-        owner = "" if tenant is None else tenant.name
-        holding = Holding()
-        try:
-            holding.take(self.sequences, num_sequences, owner)
-            holding.take(self.output_tokens, num_tokens, owner)
-            if tenant is not None:
-                num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests)
-                self.rates.admit(tenant, num_prompt_tokens, num_sequences, num_tokens)
-        except BaseException:
-            holding.close()
-            raise
-        return Reserved(self.rates, tenant, num_sequences, num_tokens, holding)
-
-    def reserve_call(self, tenant: Tenant | None) -> Reserved:
-        """Take what a request needs that generates nothing, such as tokenizing: one of the tenant's requests.
-
-        Raises RateLimited.
-        """
+    def enter(self, tenant: Tenant | None) -> Reserved:
+        """Count a request in, before its body is read: one of the tenant's. Raises RateLimited."""
         if tenant is not None:
-            self.rates.admit(tenant, 0)
-        return Reserved(self.rates, tenant, 1, 0, Holding())
+            self.rates.widen(tenant, 0, 1, least_tokens=1)
+        return Reserved(self, tenant)
 
-    def _most_output(self, request: GenerationRequest) -> int:
+    def size_of(self, request: GenerationRequest, told: Told = NOTHING_ELSE) -> AnswerSize:
+        """Return the most that the answer to `request` may take."""
+        return AnswerSize.of(request, num_sequences_of(request), self.most_output(request), told)
+
+    def hold(self, size: AnswerSize, owner: str, holding: Holding) -> None:
+        """Take the bytes of an answer into `holding`, which is closed once they have left.
+
+        Raises RateLimited or Overloaded, and InvalidRequest for an answer that is larger than any may be.
+        """
+        most = min(self._max_answer_bytes, self.answers.most(owner))
+        if size.num_bytes > most:
+            raise InvalidRequest(
+                f"the answer may take {size.num_bytes} bytes, and {most} are allowed (--max-answer-bytes, "
+                f"--answer-memory); {size.largest} asks for most of it: ask for less of it, for fewer "
+                "choices, or set a lower max_tokens",
+                param=size.largest,
+            )
+        holding.take(self.answers, size.beside_text, owner)
+
+    def most_output(self, request: GenerationRequest) -> int:
+        """Return the most tokens that `request` may generate, over all sequences."""
         room = self._max_model_len - len(request.prompt_token_ids)
         wanted = request.params.max_tokens
         each = min(room, self._max_output_tokens, room if wanted is None else wanted)
@@ -92,22 +96,57 @@ class Admission:
 
 
 class Reserved:
-    """The shares of one request for text. `num_generated` is counted against the tenant's rate at the end."""
+    """What one request has taken: a place among its tenant's, then sequences, tokens, and its answer's bytes.
 
-    def __init__(
-        self,
-        rates: RateLimits,
-        tenant: Tenant | None,
-        num_sequences: int,
-        num_tokens: int,
-        holding: Holding,
-    ) -> None:
-        self._rates = rates
+    `num_generated` is counted against the tenant's rate at the end.
+    """
+
+    def __init__(self, admission: Admission, tenant: Tenant | None) -> None:
+        self._admission = admission
         self._tenant = tenant
-        self._num_sequences = num_sequences
-        self._num_tokens = num_tokens
-        self._holding: Holding | None = holding
+        self._owner = "" if tenant is None else tenant.name
+        self._num_counted = 1
+        """Sequences that count as the tenant's requests."""
+        self._num_sequences = 0
+        self._num_tokens = 0
+        self._holding: Holding | None = Holding()
         self.num_generated = 0
+
+    def widen(self, num_sequences: int) -> None:
+        """Take sequences until there are so many: known before prompts are tokenized, so refused before.
+
+        Raises RateLimited or Overloaded: then the request counts as none of the tenant's. Raises
+        InvalidRequest if a retry wouldn't help.
+        """
+        assert self._holding is not None
+        try:
+            if (more := num_sequences - self._num_sequences) > 0:
+                self._holding.take(self._admission.sequences, more, self._owner)
+                self._num_sequences = num_sequences
+            if self._tenant is not None and num_sequences > self._num_counted:
+                self._admission.rates.widen(self._tenant, self._num_counted, num_sequences)
+                self._num_counted = num_sequences
+        except OverBudget:
+            if self._tenant is not None:
+                self._admission.rates.forget(self._tenant, self._num_counted)
+            raise
+
+    def reserve(self, requests: Sequence[GenerationRequest], told: Sequence[Told], answer: Holding) -> None:
+        """Take what `requests` will need, and into `answer` the bytes of theirs, which leave later.
+
+        Raises RateLimited or Overloaded, and InvalidRequest if a retry wouldn't help.
+        """
+        assert self._holding is not None
+        admission = self._admission
+        sizes = [admission.size_of(*one) for one in zip(requests, told, strict=True)]
+        self.widen(sum(map(num_sequences_of, requests)))
+        admission.hold(AnswerSize.sum(sizes), self._owner, answer)
+        num_tokens = sum(map(admission.most_output, requests))
+        self._holding.take(admission.output_tokens, num_tokens, self._owner)
+        if self._tenant is not None:
+            num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests)
+            admission.rates.charge(self._tenant, num_prompt_tokens, num_tokens)
+        self._num_tokens = num_tokens
 
     def close(self) -> None:
         """Return what wasn't used; a second call does nothing."""
@@ -116,7 +155,8 @@ class Reserved:
         self._holding.close()
         self._holding = None
         if self._tenant is not None:
-            self._rates.ended(self._tenant, self.num_generated, self._num_sequences, self._num_tokens)
+            rates = self._admission.rates
+            rates.ended(self._tenant, self.num_generated, self._num_counted, self._num_tokens)
 
 
 def num_sequences_of(request: GenerationRequest) -> int:

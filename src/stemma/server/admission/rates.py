@@ -63,6 +63,12 @@ def _charged(bucket: Bucket | None, num_prompt_tokens: int, num_reserved_tokens:
     return num_prompt_tokens + min(num_reserved_tokens, int(bucket.size))
 
 
+def _check(bucket: Bucket | None, amount: int, what: str, now: float) -> None:
+    """Raise RateLimited unless `amount` can be taken."""
+    if bucket is not None and amount and (wait_s := bucket.wait_s(amount, now)) > 0:
+        raise RateLimited(f"your limit is {what} a minute", wait_s)
+
+
 class RateLimits:
     """Admits requests of tenants. For one event loop: not thread-safe."""
 
@@ -70,38 +76,48 @@ class RateLimits:
         self._clock = clock
         self._usage: dict[str, tuple[TenantEntry, _Usage]] = {}
 
-    def admit(
-        self, tenant: Tenant, num_prompt_tokens: int, num_sequences: int = 1, num_reserved_tokens: int = 0
-    ) -> None:
-        """Count a request that begins, with the tokens that its answers may need.
+    def widen(self, tenant: Tenant, num_before: int, num_sequences: int, least_tokens: int = 0) -> None:
+        """Count a request's sequences up to `num_sequences`, of which `num_before` are counted.
 
-        Raises RateLimited if the tenant must wait, and InvalidRequest if waiting would not help. Then nothing
-        is counted.
+        A tenant that couldn't take `least_tokens` now is refused before anything is done for it. Raises
+        RateLimited if the tenant must wait, and InvalidRequest if waiting would not help. Then nothing is
+        counted.
         """
         entry, now = tenant.entry, self._clock()
-        usage = self._of(tenant, now)
+        usage, more = self._of(tenant, now), num_sequences - num_before
         for most in (entry.max_concurrent, entry.requests_per_minute):
             if most is not None and num_sequences > most:
                 raise InvalidRequest(
                     f"{num_sequences} sequences (prompts times n) at once; your limit is {most}", param="n"
                 )
-        if entry.max_concurrent is not None and usage.num_running + num_sequences > entry.max_concurrent:
-            running = f"{usage.num_running} sequences of yours are running"
+        if entry.max_concurrent is not None and usage.num_running + more > entry.max_concurrent:
+            running = f"{usage.num_running - num_before} sequences of yours are running"
             raise RateLimited(f"{running}; your limit is {entry.max_concurrent}", BUSY_RETRY_S)
-        num_tokens = _charged(usage.tokens, num_prompt_tokens, num_reserved_tokens)
-        for bucket, amount, what in (
-            (usage.requests, num_sequences, f"{entry.requests_per_minute} requests"),
-            (usage.tokens, num_tokens, f"{entry.tokens_per_minute} tokens"),
-        ):
-            if bucket is not None and (wait_s := bucket.wait_s(amount, now)) > 0:
-                raise RateLimited(f"your limit is {what} a minute", wait_s)
+        _check(usage.requests, more, f"{entry.requests_per_minute} requests", now)
+        _check(usage.tokens, least_tokens, f"{entry.tokens_per_minute} tokens", now)
         if usage.requests is not None:
-            usage.requests.take(num_sequences)
-        if usage.tokens is not None:
-            usage.tokens.take(num_tokens)
-        usage.num_running += num_sequences
-        if usage.tokens is not None:
-            usage.num_reserved += num_tokens - num_prompt_tokens
+            usage.requests.take(more)
+        usage.num_running += more
+
+    def charge(self, tenant: Tenant, num_prompt_tokens: int, num_reserved_tokens: int) -> None:
+        """Count the tokens of a request that was counted, and those that its answers may need.
+
+        Raises RateLimited; then none is counted.
+        """
+        now = self._clock()
+        usage = self._of(tenant, now)
+        if usage.tokens is None:
+            return
+        num_tokens = _charged(usage.tokens, num_prompt_tokens, num_reserved_tokens)
+        _check(usage.tokens, num_tokens, f"{tenant.entry.tokens_per_minute} tokens", now)
+        usage.tokens.take(num_tokens)
+        usage.num_reserved += num_tokens - num_prompt_tokens
+
+    def forget(self, tenant: Tenant, num_sequences: int) -> None:
+        """Give a request's share of the minute back: nothing was done for it."""
+        usage = self._of(tenant, self._clock())
+        if usage.requests is not None:
+            usage.requests.take(-num_sequences)
 
     def ended(
         self, tenant: Tenant, num_output_tokens: int, num_sequences: int = 1, num_reserved_tokens: int = 0

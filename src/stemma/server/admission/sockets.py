@@ -4,8 +4,35 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from enum import Enum, auto
+
+from starlette.types import Scope
 
 from stemma.budgets import Budget
+
+SOCKET = "stemma.socket"
+"""Where a request's scope has its `OpenSocket`, on ports of ours."""
+
+
+class Place(Enum):
+    """What a socket is waiting for."""
+
+    HALF_SENT = auto()
+    """A request, or the rest of one: its headers, its body, or the handshake before them."""
+    IDLE = auto()
+    """All its requests are answered; another one may come."""
+    UNREAD = auto()
+    """Its client, who doesn't read what was answered."""
+
+
+_FIRST_TO_GO = (
+    (Place.HALF_SENT, False),
+    (Place.IDLE, False),
+    (Place.UNREAD, False),
+    (Place.HALF_SENT, True),
+    (Place.IDLE, True),
+)
+"""With whether it has shown a key. Others are at work, or have their deadline."""
 
 
 class OpenSocket:
@@ -15,10 +42,12 @@ class OpenSocket:
         self._sockets = sockets
         self.close = close
         """Ends it at once."""
+        self.has_key = False
+        """Whether a request with a valid key came on it."""
 
     def waits(self) -> None:
-        """A request is awaited or half-sent: its headers, its body, or the handshake before them."""
-        self._sockets.moved(self, self._sockets.half_sent)
+        """A request is awaited or half-sent."""
+        self._sockets.moved(self, Place.HALF_SENT)
 
     def works(self) -> None:
         """A whole request is here and not answered yet."""
@@ -26,7 +55,17 @@ class OpenSocket:
 
     def idles(self) -> None:
         """All requests are answered; another one may come."""
-        self._sockets.moved(self, self._sockets.idle)
+        self._sockets.moved(self, Place.IDLE)
+
+    def stalls(self) -> None:
+        """Its client doesn't read what was answered."""
+        self._sockets.moved(self, Place.UNREAD)
+
+    def shows_key(self) -> None:
+        """A request with a valid key came on it."""
+        if not self.has_key:
+            self.has_key = True
+            self._sockets.relisted(self)
 
     def ended(self) -> None:
         """It is closed; a second call does nothing."""
@@ -38,50 +77,73 @@ class OpenSockets:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self.half_sent: OrderedDict[OpenSocket, None] = OrderedDict()
-        """Oldest first, and so in `idle`."""
-        self.idle: OrderedDict[OpenSocket, None] = OrderedDict()
         self.num_dropped = 0
-        """Half-sent requests and idle connections that made room for newer ones."""
-        self._open: set[OpenSocket] = set()
+        """Sockets that made room for newer ones."""
+        self._waiting: dict[tuple[Place, bool], OrderedDict[OpenSocket, None]] = {
+            one: OrderedDict() for one in _FIRST_TO_GO
+        }
+        """Those that may make room, by `_FIRST_TO_GO`, oldest first."""
+        self._open: dict[OpenSocket, tuple[Place, bool] | None] = {}
+        """Which of these lists each is in; None: it is at work."""
 
     def accepted(self, close: Callable[[], None]) -> OpenSocket:
-        """Count a socket in; if all places are taken, the oldest half-sent request, or else the oldest idle
-        connection, is closed for it.
+        """Count a socket in; if all places are taken, another one is closed for it (`_FIRST_TO_GO`).
 
         Raises Overloaded if all others are at work.
         """
-        if self.budget.held() >= self.budget.limit and (self.half_sent or self.idle):
-            self._drop(next(iter(self.half_sent or self.idle)))
+        if self.budget.held() >= self.budget.limit and (first := self._first_to_go()) is not None:
+            self._drop(first)
         self.budget.take(1)
         opened = OpenSocket(self, close)
-        self._open.add(opened)
-        self.half_sent[opened] = None
+        self._open[opened] = None
+        opened.waits()
         return opened
 
-    def moved(self, opened: OpenSocket, where: OrderedDict[OpenSocket, None] | None) -> None:
-        """Put a socket, if it is open, at the end of one of the lists, unless it is there already."""
-        if opened not in self._open or (where is not None and opened in where):
+    def moved(self, opened: OpenSocket, place: Place | None) -> None:
+        """Put a socket, if it is open, at the end of a list, unless it is there already; None: in none."""
+        wanted = None if place is None else (place, opened.has_key)
+        where = wanted if wanted in self._waiting else None
+        if opened not in self._open or self._open[opened] == where:
             return
-        self.half_sent.pop(opened, None)
-        self.idle.pop(opened, None)
+        self._leave(opened)
+        self._open[opened] = where
         if where is not None:
-            where[opened] = None
+            self._waiting[where][opened] = None
+
+    def relisted(self, opened: OpenSocket) -> None:
+        """Put a socket that has shown a key among those that have."""
+        if (where := self._open.get(opened)) is not None:
+            self.moved(opened, where[0])
 
     def ended(self, opened: OpenSocket) -> None:
         """Count a socket out."""
         if opened in self._open:
-            self._open.discard(opened)
-            self.half_sent.pop(opened, None)
-            self.idle.pop(opened, None)
+            self._leave(opened)
+            del self._open[opened]
             self.budget.give_back(1)
 
     def close(self) -> None:
         """Close what hasn't sent a whole request."""
-        for opened in list(self.half_sent):
-            self._drop(opened)
+        for where in _FIRST_TO_GO:
+            if where[0] is Place.HALF_SENT:
+                for opened in list(self._waiting[where]):
+                    self._drop(opened)
+
+    def _leave(self, opened: OpenSocket) -> None:
+        if (where := self._open[opened]) is not None:
+            del self._waiting[where][opened]
+
+    def _first_to_go(self) -> OpenSocket | None:
+        return next((opened for where in _FIRST_TO_GO for opened in self._waiting[where]), None)
 
     def _drop(self, opened: OpenSocket) -> None:
         self.num_dropped += 1
         self.ended(opened)
         opened.close()
+
+
+def note_key(scope: Scope) -> None:
+    """Note that a request carries a valid key: its socket is among the last to make room."""
+    opened: OpenSocket | None = scope.get(SOCKET)
+    if opened is not None:
+        opened.shows_key()

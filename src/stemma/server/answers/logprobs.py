@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import orjson
+
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.observe.collected import CollectedSequence
@@ -45,13 +47,16 @@ class TokenTexts:
 
 
 def chat_logprobs(texts: TokenTexts, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """Return ``choices[].logprobs`` of a chat completion."""
-    content = []
+    """Return ``choices[].logprobs`` of a chat completion, written token by token: what Python holds of one is
+    many times its JSON."""
+    content = bytearray()
     for entry in logprobs:
         item = _chat_entry(texts, entry.token_id, entry.logprob)
         item["top_logprobs"] = [_chat_entry(texts, token_id, value) for token_id, value in entry.top]
-        content.append(item)
-    return {"content": content, "refusal": None}
+        content += b"," if content else b"["
+        content += orjson.dumps(item)
+    content += b"]" if content else b"[]"
+    return {"content": orjson.Fragment(bytes(content)), "refusal": None}
 
 
 def _chat_entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
@@ -64,7 +69,8 @@ class CompletionLogprobs:
 
     def __init__(self, text_of: TextOf, offset: int = 0) -> None:
         self._text_of = text_of
-        self._offset = offset
+        self.offset = offset
+        """Characters so far."""
 
     def render(self, logprobs: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
         """Return the next piece. `first`: a token before it, which has no log-probability."""
@@ -74,15 +80,15 @@ class CompletionLogprobs:
         offsets: list[int] = []
         text_of = self._text_of
         if first is not None:
-            tokens, values, tops, offsets = [text_of(first)], [None], [None], [self._offset]
-            self._offset += len(tokens[0])
+            tokens, values, tops, offsets = [text_of(first)], [None], [None], [self.offset]
+            self.offset += len(tokens[0])
         for entry in logprobs:
             text = text_of(entry.token_id)
             tokens.append(text)
             values.append(max(entry.logprob, FLOOR))
             tops.append({text_of(token_id): max(value, FLOOR) for token_id, value in entry.top})
-            offsets.append(self._offset)
-            self._offset += len(text)
+            offsets.append(self.offset)
+            self.offset += len(text)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 

@@ -43,7 +43,7 @@ async def show(request: Request, batch_id: str) -> Response:
     return json_response((await batches_of(request).batch(owner_of(request), batch_id)).shown())
 
 
-@router.post("/v1/batches/{batch_id}/cancel", TENANT)
+@router.post("/v1/batches/{batch_id}/cancel", TENANT, metered=False)
 async def cancel(request: Request, batch_id: str) -> Response:
     """Begin no more requests of a batch; its files hold what was answered."""
     return json_response((await batches_of(request).cancel(owner_of(request), batch_id)).shown())

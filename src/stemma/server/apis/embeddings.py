@@ -23,7 +23,7 @@ from stemma.server.turn.context import context_of
 from stemma.server.turn.intake import Intake
 from stemma.server.turn.models import answered_by, check_model
 from stemma.server.turn.pooling import pooling_asked
-from stemma.server.turn.prompts import Cut, completion_prompts
+from stemma.server.turn.prompts import Cut, completion_prompts, num_prompts
 from stemma.server.turn.run import new_request_id
 
 router = Router(openai_error)
@@ -37,6 +37,7 @@ async def create_embeddings(request: Request) -> Response:
     adapter = check_model(context.engine, body.model)
     embedding = context.engine.abilities.embedding_format()
     embedding.check_dimensions(body.dimensions)
+    context.runner.expect(num_prompts(body.input))
     prompts = await completion_prompts(
         context.intake,
         _prompted(body.input, embedding.prompt(body.prompt_name)),
@@ -46,7 +47,7 @@ async def create_embeddings(request: Request) -> Response:
         param="input",
     )
     request_id = new_request_id("embd")
-    asked = pooling_asked(request_id, prompts, Pooling(embedding.kind), body, adapter)
+    asked = pooling_asked(request_id, prompts, Pooling(embedding.kind), body, adapter, embedding.size)
     turns = [context.turns.build(request, "embeddings", one) for one in asked]
     results = await context.runner.run_to_end(request, turns)
     vectors = [vector_of(result) for result in results]

@@ -151,7 +151,7 @@ async def show(request: Request, file_id: str) -> Response:
     return json_response((await _found(request, file_id)).shown())
 
 
-@router.get("/v1/files/{file_id}/content", TENANT, sends=(LINES_TYPE,))
+@router.get("/v1/files/{file_id}/content", TENANT, sends=(LINES_TYPE,), metered=True)
 async def content(request: Request, file_id: str) -> Response:
     """Return a file's bytes."""
     file = await _found(request, file_id)

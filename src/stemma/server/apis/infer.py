@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
+from stemma.server.admission.answers import EVENT_BYTES, ID_BYTES, Told
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail, cached_header
 from stemma.server.errors import json_response, tgi_error
@@ -80,9 +81,15 @@ def token_prompt(context: ApiContext, ids: list[int], param: str, parameters: In
 
 
 def one_sequence(
-    context: ApiContext, request: Request, api: str, tokens: TokenArray, parameters: InferParameters
+    context: ApiContext,
+    request: Request,
+    api: str,
+    tokens: TokenArray,
+    parameters: InferParameters,
+    *,
+    num_lists: int = 1,
 ) -> Turn:
-    """Return the turn; these shapes have a place for one sequence."""
+    """Return the turn; these shapes have a place for one sequence, and `num_lists` for its ids."""
     if parameters.best_of not in (None, 1):
         raise InvalidRequest("best_of is not supported in this shape", param="parameters.best_of")
     for name in ("decoder_input_details", "return_full_text"):
@@ -94,6 +101,7 @@ def one_sequence(
         params=tgi_sampling(context.intake, parameters),
         adapter=chosen_adapter(context.engine, None, parameters.adapter_id),
         shows_steps=True,
+        told=Told(token=num_lists * ID_BYTES + EVENT_BYTES),
     )
     return context.turns.build(request, api, asked)
 

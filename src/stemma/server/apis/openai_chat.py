@@ -14,7 +14,7 @@ from stemma.server.access import JSON_TYPE
 from stemma.server.answers.chat import AnswerReader, delta_of, message_of
 from stemma.server.answers.events import CallStart, Content, Event, Reasoning
 from stemma.server.answers.logprobs import chat_logprobs, keep_best
-from stemma.server.answers.prompt_logprobs import vllm_prompt_logprobs
+from stemma.server.answers.prompt_logprobs import id_list, vllm_prompt_logprobs
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.collected import Collected
@@ -50,7 +50,7 @@ async def create_chat_completion(request: Request) -> Response:
             outputs.tell_as_events({**head, "choices": [choice]})
         return EventStream(source, outputs, stream_header(outputs), told_as(openai_error, DONE))
     [result] = await context.runner.run_to_end(request, [turn])
-    if body.prompt_logprobs is None:
+    if body.prompt_logprobs is None and not body.logprobs:
         return json_response(_completion(context, body, turn, result))
     return await context.intake.in_thread(lambda: json_response(_completion(context, body, turn, result)))
 
@@ -63,7 +63,7 @@ def _completion(context: ApiContext, body: ChatRequest, turn: Turn, result: Coll
             context.token_text, result.prompt_logprobs, body.prompt_logprobs
         )
     if body.return_token_ids:
-        extra["prompt_token_ids"] = turn.request.vocabulary_ids.tolist()
+        extra["prompt_token_ids"] = id_list(turn.request.vocabulary_ids)
     choices = []
     for index, sequence in enumerate(keep_best(result.sequences, body.n or 1)):
         answer = reader.read(sequence.text)
@@ -114,7 +114,7 @@ async def _events(
     # A chunk that is the same but for its text is written once, unless its counts change.
     is_plain = not (with_ids or with_counts)
     streams = [_ChoiceStream(context, i, reader, chunk, with_ids, is_plain) for i in range(request.params.n)]
-    ids = {"prompt_token_ids": request.vocabulary_ids.tolist()} if with_ids else {}
+    ids = {"prompt_token_ids": id_list(request.vocabulary_ids)} if with_ids else {}
     chunks = [event(chunk(stream.choice(role)) | ids) for stream in streams]
     async for _, output in outputs:
         if with_counts:

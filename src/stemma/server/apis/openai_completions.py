@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import RequestOutput, SequenceDelta
+from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
+from stemma.server.admission.answers import NOTHING_ELSE, Told, text_bytes, told_ids
 from stemma.server.answers.logprobs import CompletionLogprobs, TextOf, keep_best
-from stemma.server.answers.prompt_logprobs import entries, vllm_prompt_logprobs
+from stemma.server.answers.prompt_logprobs import entries, id_list, vllm_prompt_logprobs
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.collected import Collected, CollectedSequence
@@ -28,7 +33,7 @@ from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.hints import hints_of
 from stemma.server.turn.models import answered_by, check_model
 from stemma.server.turn.outputs import OutputStream, stream_header
-from stemma.server.turn.prompts import completion_prompts, wanted_cut
+from stemma.server.turn.prompts import completion_prompts, num_prompts, wanted_cut
 from stemma.server.turn.run import new_request_id
 from stemma.server.turn.sampling import candidates, completion_sampling
 from stemma.types import FinishReason, TokenArray
@@ -46,6 +51,9 @@ async def create_completion(request: Request) -> Response:
     adapter = check_model(context.engine, body.model)
     params = completion_sampling(context.intake, body)
     wide, beam = candidates(context.intake, body, params)
+    if body.max_tokens == 0 and body.stream:
+        raise InvalidRequest("max_tokens of 0 can't be streamed", param="max_tokens")
+    context.runner.expect(num_prompts(body.prompt) * (params.n if beam is None else beam.width))
     prompts = await completion_prompts(
         context.intake,
         body.prompt,
@@ -55,6 +63,7 @@ async def create_completion(request: Request) -> Response:
     )
     response_id = new_request_id("cmpl")
     hints = hints_of(body)
+    echoes = await _echoes(context, body, prompts)
     turns = [
         context.turns.build(
             request,
@@ -66,17 +75,16 @@ async def create_completion(request: Request) -> Response:
                 hints=hints,
                 adapter=adapter,
                 beam=beam,
+                told=_told(body, tokens, echo),
             ),
         )
-        for index, tokens in enumerate(prompts)
+        for index, (tokens, echo) in enumerate(zip(prompts, echoes, strict=True))
     ]
-    echoes = await _echoes(context, body, prompts)
     model = answered_by(context.engine, adapter)
     reply = _Reply(context.token_text, model, body, response_id, params.n, echoes)
-    if body.max_tokens == 0 and body.stream:
-        raise InvalidRequest("max_tokens of 0 can't be streamed", param="max_tokens")
     if body.max_tokens == 0 and params.prompt_logprobs is None:
-        return _echo_only(reply, prompts)
+        with closing(context.runner.reserve(request, turns)):
+            return await context.intake.in_thread(lambda: _echo_only(reply, prompts))
     if body.stream:
         outputs = await context.runner.start(request, turns)
         told = told_as(openai_error, DONE)
@@ -84,7 +92,7 @@ async def create_completion(request: Request) -> Response:
             outputs.tell_as_events({**reply.head, "choices": []})
         return EventStream(reply.events(outputs, prompts), outputs, stream_header(outputs), told)
     results = await context.runner.run_to_end(request, turns)
-    if params.prompt_logprobs is None:
+    if reply.is_plain:
         return json_response(reply.whole(prompts, results))
     return await context.intake.in_thread(lambda: json_response(reply.whole(prompts, results)))
 
@@ -98,9 +106,9 @@ def _echo_only(reply: _Reply, prompts: list[TokenArray]) -> Response:
             reply.echoes[number],
             None,
             SequenceDelta(copy, (), "", finish_reason=FinishReason.LENGTH),
-            tokens,
+            ids,
         )
-        for number, tokens in enumerate(prompts)
+        for number, ids in enumerate(map(reply.ids, prompts))
         for copy in range(reply.n)
     ]
     return json_response({**reply.head, "choices": choices, "usage": meter.usage()})
@@ -117,6 +125,28 @@ async def _echoes(context: ApiContext, body: CompletionRequest, prompts: list[To
             return list(body.prompt)
     decode = context.engine.tokenizer.decode
     return await context.intake.in_thread(lambda: [decode(tokens.tolist()) for tokens in prompts])
+
+
+def _told(body: CompletionRequest, prompt: TokenArray, echo: str) -> Told:
+    """Return what each answer to `prompt` repeats."""
+    ids = told_ids(prompt) if body.return_token_ids else NOTHING_ELSE
+    repeats = body.echo and body.logprobs is not None
+    return replace(ids, each=ids.each + text_bytes(echo), repeats_logprobs=repeats)
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What precedes the log-probabilities of each choice."""
+
+    pieces: dict[str, Any]
+    text_of: TextOf
+    offset: int
+    """Characters of it."""
+
+    def followed_by(self, sequence: CollectedSequence) -> dict[str, Any]:
+        """Return it with those of a choice."""
+        found = CompletionLogprobs(self.text_of, self.offset).render(sequence.logprobs)
+        return {name: self.pieces[name] + one for name, one in found.items()}
 
 
 class _Reply:
@@ -136,6 +166,9 @@ class _Reply:
         self.n = n
         self.echoes = echoes
         self._echoes_logprobs = body.echo and body.logprobs is not None
+        asked = (body.logprobs, body.prompt_logprobs)
+        self.is_plain = asked == (None, None) and not (body.echo or body.return_token_ids)
+        """Text alone: little enough to be written on the event loop."""
         options = body.stream_options
         self._with_usage = options is not None and options.include_usage
         self._with_counts = self._with_usage and options is not None and options.continuous_usage_stats
@@ -151,14 +184,14 @@ class _Reply:
         self,
         index: int,
         text: str,
-        logprobs: dict[str, Any] | None,
+        logprobs: dict[str, Any] | orjson.Fragment | None,
         part: SequenceDelta | CollectedSequence,
-        prompt: TokenArray | None = None,
+        prompt_ids: orjson.Fragment | None = None,
     ) -> dict[str, Any]:
-        """Return one entry of ``choices``; `prompt` where its ids go with this one, if they are asked for."""
+        """Return one entry of ``choices``; `prompt_ids` where they go with this one."""
         ids: dict[str, Any] = {}
         if self._body.return_token_ids:
-            ids = {} if prompt is None else {"prompt_token_ids": prompt.tolist()}
+            ids = {} if prompt_ids is None else {"prompt_token_ids": prompt_ids}
             ids["token_ids"] = list(part.token_ids)
         return {
             "index": index,
@@ -169,43 +202,46 @@ class _Reply:
             **ids,
         }
 
+    def ids(self, prompt: TokenArray) -> orjson.Fragment | None:
+        """Return the ids of a prompt, which all its choices share, if they are asked for."""
+        return id_list(prompt) if self._body.return_token_ids else None
+
     def whole(self, prompts: list[TokenArray], results: list[Collected]) -> dict[str, Any]:
         """Return the answer that isn't streamed."""
         choices = []
         for number, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
-            extra: dict[str, Any] = {}
-            if self._body.prompt_logprobs is not None and result.prompt_logprobs is not None:
-                num_top, found = self._body.prompt_logprobs, result.prompt_logprobs
-                extra["prompt_logprobs"] = vllm_prompt_logprobs(self._text_of, found, num_top)
+            ids, before = self.ids(prompt), self._before(result.prompt_logprobs)
             for copy, sequence in enumerate(keep_best(result.sequences, self.n)):
                 logprobs = None
                 if self._body.logprobs is not None:
-                    logprobs = self._all_logprobs(result, sequence)
+                    logprobs = before.followed_by(sequence)
                 text = self.echoes[number] + sequence.text
-                choice = self.choice(number * self.n + copy, text, logprobs, sequence, prompt)
-                choices.append({**choice, **extra})
+                choices.append(self.choice(number * self.n + copy, text, logprobs, sequence, ids))
+            if self._body.prompt_logprobs is not None and (found := result.prompt_logprobs) is not None:
+                # Once a prompt, with its first choice: they are the same for all.
+                shown = vllm_prompt_logprobs(self._text_of, found, self._body.prompt_logprobs)
+                choices[number * self.n]["prompt_logprobs"] = shown
         return {**self.head, "choices": choices, "usage": UsageMeter.of(results).usage()}
 
-    def _all_logprobs(self, result: Collected, sequence: CollectedSequence) -> dict[str, Any]:
+    def _before(self, found: PromptLogprobs | None) -> _Before:
+        """Return the log-probabilities that precede those of each choice, made once a prompt."""
         writer = CompletionLogprobs(self._text_of)
-        if not self._echoes_logprobs or result.prompt_logprobs is None:
-            return writer.render(sequence.logprobs)
-        before = entries(result.prompt_logprobs, self._body.logprobs or 0)
-        first = int(result.prompt_logprobs.token_ids[0])
-        return writer.render((*before, *sequence.logprobs), first)
+        if not self._echoes_logprobs or found is None:
+            return _Before(writer.render(()), self._text_of, 0)
+        pieces = writer.render(entries(found, self._body.logprobs or 0), int(found.token_ids[0]))
+        return _Before(pieces, self._text_of, writer.offset)
 
     def _echo(
         self, number: int, prompt: TokenArray, output: RequestOutput | None
     ) -> Iterator[tuple[dict[str, Any], CompletionLogprobs]]:
         """Yield what precedes each answer to prompt `number`, and the writer of its log-probabilities."""
+        found = None if output is None else output.prompt_logprobs
+        before, ids = self._before(found), self.ids(prompt)
+        pieces = None if found is None else orjson.Fragment(orjson.dumps(before.pieces))
         for copy in range(self.n):
-            writer, pieces = CompletionLogprobs(self._text_of), None
-            if output is not None and output.prompt_logprobs is not None:
-                found = output.prompt_logprobs
-                pieces = writer.render(entries(found, self._body.logprobs or 0), int(found.token_ids[0]))
-            index = number * self.n + copy
-            before = SequenceDelta(copy, (), "")
-            yield self.choice(index, self.echoes[number], pieces, before, prompt), writer
+            writer = CompletionLogprobs(self._text_of, before.offset)
+            index, nothing = number * self.n + copy, SequenceDelta(copy, (), "")
+            yield self.choice(index, self.echoes[number], pieces, nothing, ids), writer
 
     def _text_body(self, index: int, tail: dict[str, Any], text: str) -> dict[str, Any]:
         choice = self.choice(index, text, None, SequenceDelta(index, (), text))

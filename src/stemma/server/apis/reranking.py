@@ -75,6 +75,7 @@ async def _scored(
     adapter = check_model(context.engine, body.model)
     names = context.settings.engine.model.rerank_tokens
     scoring = scoring_of(context.engine.abilities, context.engine.tokenizer, names)
+    context.runner.expect(len(pairs))
     read = await read_pairs(
         context.intake, scoring, pairs, body.instruction, param=param, salt=body.cache_salt or ""
     )

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
+from stemma.server.admission.answers import ENTRY_BYTES, Told, text_bytes
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.logprobs import FLOOR, keep_best
 from stemma.server.answers.usage import cache_detail, cached_header
@@ -33,6 +34,7 @@ from stemma.server.turn.outputs import OutputStream, stream_header
 from stemma.server.turn.prompts import last_tokens, text_prompt
 from stemma.server.turn.run import new_request_id
 from stemma.server.turn.sampling import tgi_sampling, widen_to_best_of
+from stemma.types import TokenArray
 
 router = Router(tgi_error)
 
@@ -80,6 +82,7 @@ async def _prepare(
     text = body.inputs if isinstance(body.inputs, str) else _join_parts(body.inputs)
     params = tgi_sampling(context.intake, body.parameters)
     params = widen_to_best_of(context.intake, params, body.parameters.best_of, stream=stream)
+    context.runner.expect(params.n)
     cut = last_tokens(body.parameters.truncate)
     tokens = await text_prompt(context.intake, text, param="inputs", cut=cut, salt="")
     asked = Asked(
@@ -88,8 +91,17 @@ async def _prepare(
         params=params,
         adapter=adapter,
         shows_steps=True,
+        told=_told(body.parameters, tokens, text, stream=stream),
     )
     return context.turns.build(request, "tgi", asked), text
+
+
+def _told(parameters: TGIParameters, prompt: TokenArray, text: str, *, stream: bool) -> Told:
+    """Return what the answer tells beside its text."""
+    prefill = ENTRY_BYTES * len(prompt) if parameters.decoder_input_details else 0
+    repeated = text_bytes(text) if parameters.return_full_text else 0
+    tokens = ENTRY_BYTES if parameters.details or parameters.decoder_input_details or stream else 0
+    return Told(once=prefill + repeated, token=tokens)
 
 
 def _join_parts(parts: list[dict[str, Any]]) -> str:

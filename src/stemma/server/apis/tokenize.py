@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
 from stemma.model.vision.prompt import vocabulary_ids
+from stemma.server.admission.answers import ENTRY_BYTES, LISTED_ID_BYTES, LONG_TEXT_BYTES
+from stemma.server.entry import hold
 from stemma.server.errors import json_response, openai_error, tgi_error
 from stemma.server.openapi import takes
 from stemma.server.routes import TENANT, Router
@@ -33,11 +35,9 @@ async def server_version(request: Request) -> Response:
 @mindie_router.post("/v1/tokenizer", TENANT, openapi_extra=takes(TokenizerRequest))
 async def mindie_tokenizer(request: Request) -> Response:
     """Count the tokens of ``inputs`` and, with ``do_decode``, show them as text."""
-    context = context_of(request)
     body = validate(TokenizerRequest, await read_object(request))
-    with context.runner.admitted(request):
-        ids = await _encode(context, body.inputs, "inputs", add_special_tokens=True)
-        tokens: list[Any] = await _texts(context, ids) if body.do_decode else ids
+    ids = await _encode(request, body.inputs, "inputs", add_special_tokens=True)
+    tokens: list[Any] = await _texts(request, ids, "inputs") if body.do_decode else ids
     return json_response({"token_number": len(ids), "tokens": tokens})
 
 
@@ -50,21 +50,20 @@ async def tokenize(request: Request) -> Response:
     check_model(context.engine, body.model or context.engine.model_name)
     if sum(each is not None for each in (body.prompt, body.inputs, body.messages)) != 1:
         raise InvalidRequest("give one of prompt, messages and inputs", param="prompt")
-    with context.runner.admitted(request):
-        return json_response(await _tokenized(context, body, raw))
+    return json_response(await _tokenized(request, body, raw))
 
 
-async def _tokenized(context: ApiContext, body: TokenizeRequest, raw: dict[str, Any]) -> Any:
-    special = body.add_special_tokens is not False
+async def _tokenized(request: Request, body: TokenizeRequest, raw: dict[str, Any]) -> Any:
+    context, special = context_of(request), body.add_special_tokens is not False
     if body.inputs is not None:
-        ids = await _encode(context, body.inputs, "inputs", add_special_tokens=special)
-        return _tgi_tokens(ids, await _texts(context, ids))
+        ids = await _encode(request, body.inputs, "inputs", add_special_tokens=special)
+        return _tgi_tokens(ids, await _texts(request, ids, "inputs"))
     if body.prompt is not None:
-        ids = await _encode(context, body.prompt, "prompt", add_special_tokens=special)
+        ids = await _encode(request, body.prompt, "prompt", add_special_tokens=special)
     else:
         prompt = await chat_prompt(context.intake, _as_chat(context, raw))
         ids = vocabulary_ids(prompt.token_ids, prompt.images).tolist()
-    texts = await _texts(context, ids) if body.return_token_strs else None
+    texts = await _texts(request, ids, "return_token_strs") if body.return_token_strs else None
     return {
         "count": len(ids),
         "max_model_len": context.engine.max_model_len,
@@ -83,15 +82,18 @@ async def detokenize(request: Request) -> Response:
     highest = max(body.tokens, default=0)
     if highest >= tokenizer.vocab_size:
         raise InvalidRequest(f"{highest} is no token id of this model", param="tokens")
-    with context.runner.admitted(request):
-        text = await context.intake.tokenize_in_thread(
-            lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
-        )
+    hold(request, "tokens", LONG_TEXT_BYTES * len(body.tokens))
+    text = await context.intake.tokenize_in_thread(
+        lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+    )
     return json_response({"prompt": text})
 
 
-async def _encode(context: ApiContext, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+async def _encode(request: Request, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    """Return the ids of a text: as many as it has bytes, at most."""
+    context = context_of(request)
     check_length(context.intake, len(text), param)
+    hold(request, param, LISTED_ID_BYTES * len(text.encode(errors="replace")))
     tokenizer = context.engine.tokenizer
     ids = await context.intake.tokenize_in_thread(
         lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -105,8 +107,10 @@ def _as_chat(context: ApiContext, raw: dict[str, Any]) -> ChatRequest:
     return validate(ChatRequest, {"model": context.engine.model_name, **raw})
 
 
-async def _texts(context: ApiContext, ids: list[int]) -> list[str]:
+async def _texts(request: Request, ids: list[int], param: str) -> list[str]:
     """Return the text of each token; off the event loop, as a prompt may have a million of them."""
+    context = context_of(request)
+    hold(request, param, ENTRY_BYTES * len(ids))
     return await context.intake.in_thread(lambda: [context.token_text(each) for each in ids])
 
 

@@ -128,11 +128,11 @@ async def infer(request: Request) -> Response:
         )
     parameters = tensor.parameters or body.parameters
     tokens = token_prompt(context, tensor.data, "inputs[0].data", parameters)
-    turn = one_sequence(context, request, "triton", tokens, parameters)
+    names = [output.name for output in body.outputs or ()] or ["output0"]
+    turn = one_sequence(context, request, "triton", tokens, parameters, num_lists=len(names))
     with _stoppable(request, body.id, turn):
         result = await run_timed(context.runner, request, turn, parameters.timeout)
     ids = result.sequence.token_ids
-    names = [output.name for output in body.outputs or ()] or ["output0"]
     outputs = [{"name": name, "shape": [1, len(ids)], "datatype": "UINT32", "data": ids} for name in names]
     answer: dict[str, Any] = {"model_name": context.engine.model_name, "outputs": outputs}
     if body.id is not None:
@@ -172,7 +172,7 @@ async def generate_stream(request: Request) -> Response:
     return EventStream(source, run.outputs, stream_header(run.outputs), told_as(tgi_error))
 
 
-@router.post("/models/{model}/stopInfer", TENANT, openapi_extra=takes(TritonStopRequest))
+@router.post("/models/{model}/stopInfer", TENANT, metered=False, openapi_extra=takes(TritonStopRequest))
 async def stop_infer(request: Request) -> Response:
     """End the running requests that the same client sent under ``id``; their answers end there."""
     context = _checked(request)

@@ -9,6 +9,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma.server.admission.answers import Told, text_bytes
 from stemma.server.answers.logprobs import keep_best
 from stemma.server.answers.usage import cached_header
 from stemma.server.errors import json_response, tgi_error
@@ -34,11 +35,17 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
     adapter = check_model(context.engine, body.model)
     params = vllm_sampling(context.intake, body)
     wide, beam = candidates(context.intake, body, params)
+    context.runner.expect(wide.n if beam is None else beam.width)
     tokens = await text_prompt(
         context.intake, body.prompt, cut=last_tokens(body.truncate_prompt_tokens), salt=""
     )
     asked = Asked(
-        request_id=new_request_id("gen"), prompt=Prompt(tokens), params=wide, beam=beam, adapter=adapter
+        request_id=new_request_id("gen"),
+        prompt=Prompt(tokens),
+        params=wide,
+        beam=beam,
+        adapter=adapter,
+        told=Told(each=text_bytes(body.prompt)),
     )
     turn = context.turns.build(request, "vllm", asked)
     if body.stream:

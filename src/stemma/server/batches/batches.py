@@ -17,20 +17,23 @@ from stemma.engine.client import EngineClient
 from stemma.errors import InvalidRequest, RateLimited, StorageError
 from stemma.server.admission.ledger import Admission, shared
 from stemma.server.batches.calls import LocalCalls
+from stemma.server.batches.lines import LineLimits
 from stemma.server.batches.records import BATCH_PURPOSE, ENDED, Batch, BatchOrder
 from stemma.server.batches.run import BatchRun
+from stemma.server.batches.seats import FairSeats
 from stemma.server.batches.storage import BatchStorage
 from stemma.server.batches.store import BatchStore
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.metrics import ServerMetrics
+from stemma.server.schemas.json_input import max_values_of
 
 logger = logging.getLogger(__name__)
 
 MAX_OPEN = 64
 """Batches of one owner that haven't ended."""
 _RUN_AT_ONCE = 8
-"""Batches whose lines take turns; later ones wait."""
-_RETRY_S = 30.0
+"""Batches of one owner whose lines take turns; later ones wait."""
+RETRY_S = 30.0
 """Until a batch is tried again whose results couldn't be stored."""
 _SWEEP_EVERY_S = 600.0
 
@@ -48,13 +51,14 @@ class Batches(Collector):
     ) -> None:
         self.storage = BatchStorage(store, engine)
         self.budget = store.budget
-        """Bytes of the files that clients send."""
+        """Bytes of the files that clients send, and of results."""
         self.calls = calls
         self._settings = settings
         self._engine = engine
         self._lifecycle = lifecycle
-        self._seats = asyncio.Semaphore(settings.batch_seats)
-        self._turns = asyncio.Semaphore(_RUN_AT_ONCE)
+        self._seats = FairSeats(settings.batch_seats)
+        self._turns: dict[str, asyncio.Semaphore] = {}
+        """By owner: nobody's batches wait for another's to end."""
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._num_ended: dict[str, int] = {}
 
@@ -71,7 +75,7 @@ class Batches(Collector):
         """Return what the settings ask for; None: there is no directory. Raises StorageError."""
         if settings.batch_directory is None:
             return None
-        budget = shared("batch_bytes", "bytes of files for batches", settings.batch_bytes)
+        budget = shared("batch_bytes", "bytes of batches, their files and results", settings.batch_bytes)
         admission.add(budget)
         found = cls(settings, BatchStore(settings.batch_directory, budget), calls, engine, lifecycle)
         metrics.register(found)
@@ -81,8 +85,8 @@ class Batches(Collector):
         """Return the metrics of this moment."""
         yield GaugeMetricFamily("stemma_batches_open", "Batches that haven't ended", value=len(self._runs))
         ended = CounterMetricFamily("stemma_batches_ended", "Batches that have ended", labels=["status"])
-        for status, number in self._num_ended.items():
-            ended.add_metric([status], number)
+        for status in sorted(ENDED):
+            ended.add_metric([str(status)], self._num_ended.get(str(status), 0))
         yield ended
 
     @asynccontextmanager
@@ -109,7 +113,7 @@ class Batches(Collector):
         if file.purpose != BATCH_PURPOSE:
             raise InvalidRequest("the input file must have the purpose batch", param="input_file_id")
         if sum(run.batch.owner == owner for run, _ in self._runs.values()) >= MAX_OPEN:
-            raise RateLimited(f"{MAX_OPEN} batches are open; wait until one has ended", _RETRY_S)
+            raise RateLimited(f"{MAX_OPEN} batches are open; wait until one has ended", RETRY_S)
         now = int(time.time())
         batch = Batch(
             f"batch_{uuid4().hex}",
@@ -121,7 +125,7 @@ class Batches(Collector):
             now + asked.window_s,
             metadata=asked.metadata,
         )
-        await self.storage.call(lambda store: store.save(batch))
+        await self.storage.call(lambda store: store.add_batch(batch))
         self._begin(batch)
         return batch
 
@@ -146,27 +150,36 @@ class Batches(Collector):
             self._seats,
             self._engine,
             self._lifecycle,
-            self._settings.max_body_bytes,
+            LineLimits(self._settings.max_body_bytes, max_values_of(self._engine.max_model_len)),
         )
         self._runs[batch.batch_id] = run, asyncio.create_task(self._run(run))
 
     async def _run(self, run: BatchRun) -> None:
+        """Run a batch to its end, however often the disk fails."""
         batch_id = run.batch.batch_id
+        turns = self._turns.setdefault(run.batch.owner, asyncio.Semaphore(_RUN_AT_ONCE))
+        while True:
+            try:
+                async with turns:
+                    await self._once(run)
+                break
+            except StorageError as error:
+                logger.error("batch %s goes on in %g s: %s", batch_id, RETRY_S, error)
+                await asyncio.sleep(RETRY_S)
+        del self._runs[batch_id]
+        if run.batch.status in ENDED:
+            status = str(run.batch.status)
+            self._num_ended[status] = self._num_ended.get(status, 0) + 1
+
+    async def _once(self, run: BatchRun) -> None:
+        """Go on from what is stored. Raises StorageError."""
         try:
-            async with self._turns:
-                await run.run()
-        except StorageError as error:
-            logger.error("batch %s goes on in %g s: %s", batch_id, _RETRY_S, error)
-            await asyncio.sleep(_RETRY_S)
-            self._begin(await self.batch(run.batch.owner, batch_id))
+            await run.run()
+        except StorageError:
+            raise
         except Exception:
-            logger.exception("batch %s failed", batch_id)
+            logger.exception("batch %s failed", run.batch.batch_id)
             await run.fail("internal error")
-        if batch_id in self._runs and self._runs[batch_id][0] is run:
-            del self._runs[batch_id]
-            if run.batch.status in ENDED:
-                status = str(run.batch.status)
-                self._num_ended[status] = self._num_ended.get(status, 0) + 1
 
     async def _sweep(self) -> None:
         """Drop what has expired, now and then."""

@@ -15,9 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
+from stemma.budgets import Holding
 from stemma.errors import StemmaError, Unauthorized
 from stemma.server.access import Access
 from stemma.server.admission.caller import Caller, begin_call
+from stemma.server.batches.records import BatchUsage
+from stemma.server.entry import counted_in
 from stemma.server.errors import json_response, openai_body, openai_error
 from stemma.server.tenants.keyfile import Tenant
 
@@ -34,6 +37,13 @@ class Answered:
     status: int
     body: bytes
     retry_after_s: float
+    usage: BatchUsage
+    holding: Holding
+    """What it has taken of the budgets, until it is closed."""
+
+    def close(self) -> None:
+        """Give back what it has taken."""
+        self.holding.close()
 
     @property
     def is_busy(self) -> bool:
@@ -76,7 +86,10 @@ class LocalCalls:
         return tuple(self._handlers)
 
     async def answer(self, path: str, body: bytes, owner: str) -> Answered:
-        """Call an endpoint for `owner`, in a task of its own. Never raises but for being cancelled."""
+        """Call an endpoint for `owner`, in a task of its own. Never raises but for being cancelled.
+
+        Whoever gets the answer closes it.
+        """
         request_id = f"req_{uuid4().hex}"
         return await asyncio.create_task(self._answered(path, body, owner, request_id))
 
@@ -84,16 +97,22 @@ class LocalCalls:
         caller = Caller(request_id, owner)
         begin_call(caller)
         try:
-            response = await self._handlers[path](self._request(path, body, owner))
+            request = self._request(path, body, owner)
+            with counted_in(request):
+                response = await self._handlers[path](request)
         except StemmaError as error:
             response = openai_error(error)
         except Exception:
             logger.exception("a batch's request failed")
             response = json_response(openai_body("internal error", "server_error"), 500)
-        finally:
+        except BaseException:
             caller.holding.close()
+            raise
         retry_after_s = float(response.headers.get("retry-after", 1))
-        return Answered(request_id, response.status_code, bytes(response.body), retry_after_s)
+        used = caller.used
+        usage = BatchUsage(used.num_prompt_tokens, used.num_cached_tokens, used.num_generated_tokens)
+        body = bytes(response.body)
+        return Answered(request_id, response.status_code, body, retry_after_s, usage, caller.holding)
 
     def _request(self, path: str, body: bytes, owner: str) -> Request:
         """Return a request with `body` whose client never leaves."""

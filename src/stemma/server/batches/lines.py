@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import orjson
 
 from stemma.engine.depth_first import token_key
-from stemma.errors import StemmaError
+from stemma.errors import InvalidRequest, StemmaError
+from stemma.server.schemas.json_input import parse_json
 from stemma.types import as_tokens
 
 MAX_LINES = 1_000_000
@@ -31,6 +32,15 @@ class BadLine(StemmaError):
 
 
 @dataclass(frozen=True, slots=True)
+class LineLimits:
+    """What a line may be: the bounds of a request's body."""
+
+    max_bytes: int
+    max_values: int
+    """Of its JSON."""
+
+
+@dataclass(frozen=True, slots=True)
 class BatchLine:
     """One request's place in the file, and what is known of it before it runs."""
 
@@ -42,12 +52,10 @@ class BatchLine:
     key: bytes
 
 
-def read_lines(path: Path, endpoint: str, max_bytes: int) -> Iterator[BatchLine | BadLine]:
-    """Yield each request of a file, or why a line is none. `max_bytes`: of a line.
-
-    Raises OSError.
-    """
+def read_lines(path: Path, endpoint: str, limits: LineLimits) -> Iterator[BatchLine | BadLine]:
+    """Yield each request of a file, or why a line is none. Raises OSError."""
     number = offset = 0
+    max_bytes = limits.max_bytes
     with path.open("rb") as file:
         while raw := file.readline(max_bytes + 1):
             if raw.strip():
@@ -56,7 +64,7 @@ def read_lines(path: Path, endpoint: str, max_bytes: int) -> Iterator[BatchLine 
                         raise BadLine(f"a line has more than {max_bytes} bytes", "request_too_large")
                     if number >= MAX_LINES:
                         raise BadLine(f"more than {MAX_LINES} requests", "too_many_tasks")
-                    custom_id, key = _checked(raw, endpoint)
+                    custom_id, key = _checked(raw, endpoint, limits)
                     yield BatchLine(number, custom_id, offset, len(raw), key)
                 except BadLine as error:
                     yield error
@@ -66,19 +74,26 @@ def read_lines(path: Path, endpoint: str, max_bytes: int) -> Iterator[BatchLine 
             offset += len(raw)
 
 
-def body_of(raw: bytes) -> bytes:
-    """Return the body of the request in a line that was checked."""
-    return orjson.dumps(orjson.loads(raw)["body"])
+def body_of(raw: bytes, limits: LineLimits) -> bytes:
+    """Return the body of the request in a line that was checked. Raises BadLine if the file has changed."""
+    body = _parsed(raw, limits).get("body")
+    return orjson.dumps(body)
 
 
-def _checked(raw: bytes, endpoint: str) -> tuple[str, bytes]:
-    """Return a line's own id and its key."""
+def _parsed(raw: bytes, limits: LineLimits) -> Mapping[str, Any]:
+    """Return a line's object, bounded as bodies are: a batch is no second entrance."""
     try:
-        line = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise BadLine(f"the line is no JSON: {error}", "invalid_json_line") from error
+        line = parse_json(raw, "the line", max_values=limits.max_values)
+    except InvalidRequest as error:
+        raise BadLine(str(error), "invalid_json_line") from error
     if not isinstance(line, dict):
         raise BadLine("the line is no JSON object", "invalid_json_line")
+    return line
+
+
+def _checked(raw: bytes, endpoint: str, limits: LineLimits) -> tuple[str, bytes]:
+    """Return a line's own id and its key."""
+    line = _parsed(raw, limits)
     custom_id, body = line.get("custom_id"), line.get("body")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
         raise BadLine(
@@ -94,11 +109,7 @@ def _checked(raw: bytes, endpoint: str) -> tuple[str, bytes]:
         raise BadLine("body must be an object", "missing_required_parameter", "body")
     if body.get("stream"):
         raise BadLine("a batch doesn't stream; leave stream out", "invalid_request", "stream")
-    try:
-        orjson.dumps(body)
-        return custom_id, prompt_key(body)
-    except TypeError as error:  # orjson reads deeper nesting than it writes
-        raise BadLine(f"body can't be read: {error}", "invalid_json_line", "body") from error
+    return custom_id, prompt_key(body)
 
 
 def prompt_key(body: dict[str, Any]) -> bytes:

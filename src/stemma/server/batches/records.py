@@ -84,16 +84,12 @@ class BatchUsage:
     num_cached: int = 0
     num_output: int = 0
 
-    def plus(self, body: Any) -> BatchUsage:
-        """Return the sum with what an answer's `usage` tells, in the words of any of the endpoints."""
-        usage = body.get("usage") if isinstance(body, dict) else None
-        if not isinstance(usage, dict):
-            return self
-        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    def plus(self, other: BatchUsage) -> BatchUsage:
+        """Return the sum."""
         return BatchUsage(
-            self.num_input + (usage.get("prompt_tokens") or usage.get("input_tokens") or 0),
-            self.num_cached + (details.get("cached_tokens") or 0),
-            self.num_output + (usage.get("completion_tokens") or usage.get("output_tokens") or 0),
+            self.num_input + other.num_input,
+            self.num_cached + other.num_cached,
+            self.num_output + other.num_output,
         )
 
     def shown(self) -> dict[str, Any]:
@@ -141,7 +137,10 @@ class Batch:
 
     @classmethod
     def unpacked(cls, data: bytes) -> Batch:
-        """Return the batch that `packed` wrote."""
+        """Return the batch that `packed` wrote.
+
+        Raises ValueError, TypeError, KeyError or AttributeError for other bytes.
+        """
         fields = orjson.loads(data)
         fields["status"] = BatchStatus(fields["status"])
         fields["errors"] = tuple(fields["errors"])

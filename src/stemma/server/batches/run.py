@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from typing import TypeVar
 from uuid import uuid4
 
-import orjson
-
 from stemma.engine.client import EngineClient
-from stemma.errors import EngineFailed, GenerationFailed, NotFound, StemmaError, StorageError
+from stemma.errors import EngineFailed, GenerationFailed, NotFound, OverBudget, StemmaError, StorageError
 from stemma.server.batches.calls import Answered, LocalCalls, record_of
-from stemma.server.batches.lines import BadLine, BatchLine, body_of, read_lines
-from stemma.server.batches.records import OUTPUT_PURPOSE, Batch, BatchStatus, StoredFile
+from stemma.server.batches.lines import BadLine, BatchLine, LineLimits, body_of, read_lines
+from stemma.server.batches.records import OUTPUT_PURPOSE, Batch, BatchStatus, BatchUsage, StoredFile
+from stemma.server.batches.seats import FairSeats
 from stemma.server.batches.storage import BatchStorage
 from stemma.server.batches.store import BatchStore
 from stemma.server.lifecycle import Lifecycle
 
 KEPT_S = 30 * 24 * 3600
 """How long files are kept unless their sender says otherwise."""
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_TOLD_ERRORS = 100
@@ -29,6 +31,13 @@ MAX_TOLD_ERRORS = 100
 _LOOK_AGAIN_S = 0.02
 """How often it is looked whether somebody waits for a seat."""
 _LONGEST_RETRY_S = 30.0
+_GOING_ON = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+LINES_AT_ONCE = 64
+"""Lines of one batch that have begun: answered, or waiting to be tried again."""
+_READ_BYTES, _READ_LINES = 4 * 2**20, 4096
+"""Of a file, read at one time."""
+_LEAST_ROOM_BYTES = 4096
+"""Disk space without which no line is answered."""
 _EXPIRED = {
     "code": "batch_expired",
     "message": "the request wasn't answered before the batch's completion window ended",
@@ -43,10 +52,10 @@ class BatchRun:
         batch: Batch,
         storage: BatchStorage,
         calls: LocalCalls,
-        seats: asyncio.Semaphore,
+        seats: FairSeats,
         engine: EngineClient,
         lifecycle: Lifecycle,
-        max_line_bytes: int,
+        limits: LineLimits,
     ) -> None:
         """`seats`: of the lines of all batches that are answered at one time."""
         self.batch = batch
@@ -55,14 +64,18 @@ class BatchRun:
         self._seats = seats
         self._engine = engine
         self._lifecycle = lifecycle
-        self._max_line_bytes = max_line_bytes
+        self._limits = limits
+        self._places = asyncio.Semaphore(LINES_AT_ONCE)
+        """Of lines that have begun: those that are to be tried again hold no seat meanwhile."""
         self._stopped = asyncio.Event()
+        self._is_cancelled = False
         self._failure: StemmaError | None = None
         """Why a line could be neither read nor stored."""
 
     async def cancel(self) -> None:
         """Start no more lines; those under way are answered."""
-        if self.batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+        if self.batch.status in _GOING_ON:
+            self._is_cancelled = True
             await self._save(self.batch.at(BatchStatus.CANCELLING, time.time()))
             self._stopped.set()
 
@@ -74,8 +87,9 @@ class BatchRun:
     async def run(self) -> None:
         """Go on until the batch has ended or the server drains; the next start goes on from there.
 
-        Raises StorageError if the disk fails; what was stored is whole, and another run may follow.
+        Raises StorageError if the disk fails; what was stored is whole, and this may be called again.
         """
+        await self._load()
         if self.batch.status is BatchStatus.VALIDATING and not await self._read():
             return
         if self.batch.status is BatchStatus.IN_PROGRESS:
@@ -85,27 +99,30 @@ class BatchRun:
         if not self._lifecycle.draining and self._engine.failure is None:
             await self._finish()
 
+    async def _load(self) -> None:
+        """Go on from what is stored, which may be less than what an earlier run had in mind."""
+        stored = await self._call(lambda store: store.batch(self.batch.owner, self.batch.batch_id))
+        self._failure = None
+        if not self._is_cancelled:
+            self._stopped.clear()
+        elif stored.status in _GOING_ON:
+            stored = stored.at(BatchStatus.CANCELLING, time.time())
+        self.batch = stored
+
     async def _save(self, batch: Batch) -> None:
         self.batch = batch
-        await self._storage.call(lambda store: store.save(batch))
+        await self._call(lambda store: store.save(batch))
+
+    async def _call(self, work: Callable[[BatchStore], T]) -> T:
+        return await self._storage.call(work, self.batch.owner)
 
     # Reading
 
     async def _read(self) -> bool:
         """Check the file's lines; return whether there is anything to answer."""
-        batch, limit = self.batch, self._max_line_bytes
         errors: list[dict[str, object]] = []
-
-        def read(store: BatchStore) -> int:
-            path = store.path_of(batch.input_file_id)
-            lines = _told(read_lines(path, batch.endpoint, limit), errors)
-            twice = store.put_lines(batch, lines)
-            if twice is not None:
-                errors.append(_error("custom_id came before", "duplicate_custom_id", None, "custom_id"))
-            return len(store.open_lines(batch))
-
         try:
-            num_lines = await self._storage.call(read)
+            num_lines = await self._put_lines(errors)
         except StorageError as error:
             errors, num_lines = [_error(str(error), "invalid_file", None, None)], 0
         if not errors and not num_lines:
@@ -119,15 +136,30 @@ class BatchRun:
         await self._save(self.batch.at(BatchStatus.IN_PROGRESS, now, num_total=num_lines))
         return True
 
+    async def _put_lines(self, errors: list[dict[str, object]]) -> int:
+        """Store the file's lines, piece by piece, so that others have their turn; return their number."""
+        batch = self.batch
+        path = self._storage.store.path_of(batch.input_file_id)
+        lines = read_lines(path, batch.endpoint, self._limits)
+        await self._call(lambda store: store.drop_lines(batch))
+        reading = _Reading(batch, lines, errors)
+        while await self._call(reading.put_some):
+            pass
+        if errors:
+            await self._call(lambda store: store.drop_lines(batch))
+        return await self._call(lambda store: len(store.open_lines(batch)))
+
     # Answering
 
     async def _answer_lines(self) -> None:
         batch = self.batch
-        numbers = await self._storage.call(lambda store: store.open_lines(batch))
+        numbers = await self._call(lambda store: store.open_lines(batch))
         lines: set[asyncio.Task[None]] = set()
         try:
             for number in numbers:
+                await self._places.acquire()
                 if not await self._has_seat():
+                    self._places.release()
                     break
                 line = asyncio.create_task(self._answer_line(number))
                 lines.add(line)
@@ -149,24 +181,31 @@ class BatchRun:
 
     async def _has_seat(self) -> bool:
         """Wait for a seat, and until nobody waits in the engine; return False if the batch starts no more."""
-        await self._seats.acquire()
+        owner = self.batch.owner
+        await self._seats.acquire(owner)
+        has_seat = False
         try:
             while not self._is_over():
                 if (await self._engine.stats()).num_waiting == 0:
-                    return True
+                    has_seat = True
+                    break
                 await asyncio.sleep(_LOOK_AGAIN_S)
         except EngineFailed:
             pass
-        self._seats.release()
-        return False
+        finally:
+            if not has_seat:
+                self._seats.release(owner)
+        return has_seat
 
     async def _answer_line(self, number: int) -> None:
-        """Answer a line and store its record; without one the line is answered again after a restart."""
+        """Answer a line, on a seat that is taken; while it waits to be tried again others have the seat.
+
+        Without a record the line is answered again after a restart.
+        """
         try:
-            custom_id, raw = await self._storage.call(lambda store: store.line(self.batch, number))
-            answered = await self._answered(body_of(raw))
-            if answered is not None:
-                await self._store(number, answered.record(custom_id), answered)
+            while (again_s := await self._attempt(number)) is not None:
+                if not (await self._rested(again_s) and await self._has_seat()):
+                    break
         except (NotFound, StorageError) as error:
             self._failure = error
             self._stopped.set()
@@ -175,36 +214,77 @@ class BatchRun:
             self._failure = GenerationFailed("internal error")
             self._stopped.set()
         finally:
-            self._seats.release()
+            self._places.release()
 
-    async def _answered(self, body: bytes) -> Answered | None:
-        """Return the answer; None if the server drains or the batch ends before there is any."""
-        while True:
-            answered = await self._calls.answer(self.batch.endpoint, body, self.batch.owner)
-            if not answered.is_busy:
-                return answered
-            if self._is_over() or self._engine.failure is not None:
-                return None
-            await asyncio.sleep(min(answered.retry_after_s, _LONGEST_RETRY_S))
+    async def _attempt(self, number: int) -> float | None:
+        """Answer a line, store its record and give the seat back; return the seconds until it is worth
+        another try, or None if it is done.
 
-    async def _store(self, number: int, record: bytes, answered: Answered) -> None:
-        is_failed = answered.status >= 400
+        Raises NotFound or StorageError.
+        """
+        owner = self.batch.owner
+        try:
+            self._check_room()
+            custom_id, body = await self._call(lambda store: self._line(store, number))
+            answered = await self._calls.answer(self.batch.endpoint, body, owner)
+            with closing(answered):
+                if answered.is_busy:
+                    return min(answered.retry_after_s, _LONGEST_RETRY_S)
+                await self._store(number, custom_id, answered)
+        finally:
+            self._seats.release(owner)
+        return None
+
+    def _check_room(self) -> None:
+        """Raise StorageError if no result can be kept: then none is computed."""
+        try:
+            self._storage.store.budget.check(_LEAST_ROOM_BYTES, self.batch.owner)
+        except OverBudget as error:
+            raise StorageError(f"its results have no room (--batch-bytes): {error}") from error
+
+    def _line(self, store: BatchStore, number: int) -> tuple[str, bytes]:
+        custom_id, raw = store.line(self.batch, number)
+        return custom_id, body_of(raw, self._limits)
+
+    async def _rested(self, seconds: float) -> bool:
+        """Wait; return whether the line may still be tried again."""
+        if not self._is_over():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), seconds)
+        return not self._is_over() and self._engine.failure is None
+
+    async def _store(self, number: int, custom_id: str, answered: Answered) -> None:
+        """Store a line's record, or that there is no room for it. Raises StorageError."""
+        try:
+            record = await self._call(lambda store: self._kept(store, answered.record(custom_id)))
+            is_failed, usage = answered.status >= 400, answered.usage
+        except OverBudget as error:
+            told = {"code": "result_too_large", "message": f"the result has no room (--batch-bytes): {error}"}
+            is_failed, usage = True, BatchUsage()
+            try:
+                record = await self._call(lambda store: self._kept(store, record_of(custom_id, None, told)))
+            except OverBudget as full:
+                raise StorageError(str(full)) from full
         before = self.batch
-        usage = before.usage if is_failed else before.usage.plus(orjson.loads(answered.body))
         self.batch = batch = replace(
             before,
             num_completed=before.num_completed + (not is_failed),
             num_failed=before.num_failed + is_failed,
-            usage=usage,
+            usage=before.usage if is_failed else before.usage.plus(usage),
         )
-        await self._storage.call(lambda store: store.put_result(batch, number, record, is_failed=is_failed))
+        await self._call(lambda store: store.put_result(batch, number, record, is_failed=is_failed))
+
+    def _kept(self, store: BatchStore, record: bytes) -> bytes:
+        """Return a record once there is room for it. Raises RateLimited or Overloaded."""
+        store.take_room(record, self.batch.owner)
+        return record
 
     # Ending
 
     async def _finish(self) -> None:
         """Write the files and end the batch."""
         batch = self.batch
-        left = await self._storage.call(lambda store: store.open_lines(batch))
+        left = await self._call(lambda store: store.open_lines(batch))
         if batch.status is BatchStatus.CANCELLING:
             end = BatchStatus.CANCELLED
         elif self._failure is not None:
@@ -220,7 +300,7 @@ class BatchRun:
         before = self.batch
         ended = before.at(end, time.time())
         files = [(self._file(kind), kind == "error") for kind in ("output", "error")]
-        self.batch = await self._storage.call(lambda store: store.put_files(before, ended, files))
+        self.batch = await self._call(lambda store: store.put_files(before, ended, files))
 
     async def _expire(self, num_left: int) -> None:
         """Record of each line that is left that it wasn't answered in time."""
@@ -231,7 +311,7 @@ class BatchRun:
         def record(custom_id: str) -> bytes:
             return record_of(custom_id, None, _EXPIRED)
 
-        await self._storage.call(lambda store: store.put_expired(batch, record))
+        await self._call(lambda store: store.put_expired(batch, record))
 
     def _file(self, kind: str) -> StoredFile:
         now = int(time.time())
@@ -239,13 +319,36 @@ class BatchRun:
         return StoredFile(f"file-{uuid4().hex}", self.batch.owner, name, OUTPUT_PURPOSE, 0, now, now + KEPT_S)
 
 
-def _told(lines: Iterator[BatchLine | BadLine], errors: list[dict[str, object]]) -> Iterator[BatchLine]:
-    """Yield the good lines; tell of the others in `errors`, up to `MAX_TOLD_ERRORS`."""
-    for place, one in enumerate(lines):
-        if isinstance(one, BatchLine):
-            yield one
-        elif len(errors) < MAX_TOLD_ERRORS:
-            errors.append(_error(str(one), one.code, place + 1, one.param))
+@dataclass(slots=True)
+class _Reading:
+    """How far a batch's file has been read."""
+
+    batch: Batch
+    lines: Iterator[BatchLine | BadLine]
+    errors: list[dict[str, object]]
+    num_read: int = 0
+
+    def put_some(self, store: BatchStore) -> bool:
+        """Store the next lines; return whether there may be more."""
+        some: list[BatchLine] = []
+        num_before, num_bytes = self.num_read, 0
+        for one in self.lines:
+            self.num_read += 1
+            if isinstance(one, BadLine):
+                self._tell(one)
+                continue
+            some.append(one)
+            num_bytes += one.num_bytes
+            if num_bytes > _READ_BYTES or self.num_read - num_before >= _READ_LINES:
+                break
+        if store.put_lines(self.batch, some) is not None:
+            self.errors.append(_error("custom_id came before", "duplicate_custom_id", None, "custom_id"))
+            return False
+        return self.num_read > num_before
+
+    def _tell(self, bad: BadLine) -> None:
+        if len(self.errors) < MAX_TOLD_ERRORS:
+            self.errors.append(_error(str(bad), bad.code, self.num_read, bad.param))
 
 
 def _error(message: str, code: str, line: int | None, param: str | None) -> dict[str, object]:

@@ -22,10 +22,15 @@ class BatchStorage:
         self.store = store
         self._threads = WorkerThreads(1, "stemma-batches", engine.supervisor)
 
-    async def call(self, work: Callable[[BatchStore], T]) -> T:
-        """Return what `work` does with the store. Raises StorageError if the disk or SQLite fails."""
+    async def call(self, work: Callable[[BatchStore], T], owner: str = "") -> T:
+        """Return what `work` does with the store. Owners take turns by the time that theirs took.
+
+        Raises StorageError if the disk or SQLite fails.
+        """
         try:
-            return await self._threads.run(lambda: work(self.store), limit_s=_LIMIT_S, what="storing batches")
+            return await self._threads.run(
+                lambda: work(self.store), limit_s=_LIMIT_S, what="storing batches", owner=owner
+            )
         except (OSError, sqlite3.Error) as error:
             raise StorageError(f"batches can't be stored: {error}") from error
 

@@ -4,6 +4,7 @@
 
     lock            held by the server that uses the directory
     batches.db      SQLite: facts of files and batches, the lines of open batches, and their results
+                    and the rows that can't be read, which are set aside
     files/ID        the bytes of a file; one without a row is what a crash left, and goes at the next start
 
 A result is committed before it counts, and a batch's files and its end are one transaction: after `kill -9`
@@ -13,6 +14,7 @@ a batch goes on behind the last result, and nothing is answered twice but what w
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sqlite3
 from array import array
@@ -24,14 +26,18 @@ from pathlib import Path
 from stemma.budgets import Budget
 from stemma.errors import NotFound, StorageError
 from stemma.server.batches.lines import BatchLine
-from stemma.server.batches.records import BATCH_PURPOSE, ENDED, Batch, StoredFile
+from stemma.server.batches.records import ENDED, Batch, StoredFile
 
+logger = logging.getLogger(__name__)
+DATABASE = "batches.db"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, owner TEXT, filename TEXT, purpose TEXT, bytes INTEGER, created INTEGER,
     expires INTEGER);
 CREATE TABLE IF NOT EXISTS batches (
     id TEXT PRIMARY KEY, owner TEXT, created INTEGER, is_open INTEGER, content BLOB);
+CREATE TABLE IF NOT EXISTS unreadable (
+    id TEXT PRIMARY KEY, owner TEXT, content BLOB, why TEXT);
 CREATE TABLE IF NOT EXISTS lines (
     batch TEXT, number INTEGER, custom_id TEXT, offset INTEGER, bytes INTEGER, key BLOB,
     PRIMARY KEY (batch, number), UNIQUE (batch, custom_id)) WITHOUT ROWID;
@@ -41,13 +47,24 @@ CREATE TABLE IF NOT EXISTS results (
 """
 _FILES = "SELECT id, owner, filename, purpose, bytes, created, expires FROM files"
 _RETRY_LATER_S = 3600.0
+FILE_BYTES = 65_536
+"""Disk space that a file takes beside its bytes: small ones are bounded in number too."""
+BATCH_BYTES = 65_536
+"""That of a batch: what is known of it, and why it failed."""
+_HELD = f"""
+SELECT owner, SUM(held) FROM (
+    SELECT owner, bytes + {FILE_BYTES} AS held FROM files
+    UNION ALL SELECT owner, {BATCH_BYTES} FROM batches
+    UNION ALL SELECT batches.owner, LENGTH(record) + 1 FROM results JOIN batches ON batches.id = batch)
+GROUP BY owner
+"""
 
 
 class BatchStore:
     """The directory of one server. For one thread at a time."""
 
     def __init__(self, directory: Path, budget: Budget) -> None:
-        """`budget`: bytes of the files that clients send.
+        """`budget`: bytes of the files that clients send, and of the results.
 
         Raises StorageError, also if another server uses the directory.
         """
@@ -65,9 +82,7 @@ class BatchStore:
         except OSError as error:
             raise StorageError(f"can't keep batches in {directory}: {error.strerror}") from error
         try:
-            self._db = sqlite3.connect(
-                directory / "batches.db", check_same_thread=False, isolation_level=None
-            )
+            self._db = sqlite3.connect(directory / DATABASE, check_same_thread=False, isolation_level=None)
             self._db.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {_TABLES}")
             self._drop_strays()
         except (sqlite3.Error, OSError) as error:
@@ -90,8 +105,7 @@ class BatchStore:
         self._db.execute("COMMIT")
 
     def _drop_strays(self) -> None:
-        sent = "SELECT owner, SUM(bytes) FROM files WHERE purpose = ? GROUP BY owner"
-        self.budget.measured(dict(self._db.execute(sent, (BATCH_PURPOSE,)).fetchall()))
+        self.budget.measured(dict(self._db.execute(_HELD).fetchall()))
         known = {row[0] for row in self._db.execute("SELECT id FROM files")}
         for path in self.files.iterdir():
             if path.name not in known:
@@ -101,8 +115,18 @@ class BatchStore:
 
     def add_file(self, file: StoredFile) -> None:
         """Enter a file whose bytes lie at `path_of`. Raises RateLimited or Overloaded if too much is kept."""
-        self.budget.take(file.num_bytes, file.owner, retry_after_s=_RETRY_LATER_S)
-        self._insert_file(file)
+        with self._taken(file.num_bytes + FILE_BYTES, file.owner):
+            self._insert_file(file)
+
+    @contextmanager
+    def _taken(self, num_bytes: int, owner: str) -> Iterator[None]:
+        """Take disk space for what is written meanwhile. Raises RateLimited or Overloaded."""
+        self.budget.take(num_bytes, owner, retry_after_s=_RETRY_LATER_S)
+        try:
+            yield
+        except BaseException:
+            self.budget.give_back(num_bytes, owner)
+            raise
 
     def _insert_file(self, file: StoredFile) -> None:
         self._db.execute(
@@ -146,11 +170,11 @@ class BatchStore:
         """Drop the files whose time is over, and batches that have ended and have none left."""
         for row in self._db.execute(f"{_FILES} WHERE expires <= ?", (now,)).fetchall():
             self._drop_file(StoredFile(*row))
-        for (content,) in self._db.execute("SELECT content FROM batches WHERE is_open = 0").fetchall():
-            batch = Batch.unpacked(content)
+        for batch in self._batches("is_open = 0"):
             ids = (batch.input_file_id, batch.output_file_id, batch.error_file_id)
             if not any(self._has_file(one) for one in ids if one is not None):
                 self._db.execute("DELETE FROM batches WHERE id = ?", (batch.batch_id,))
+                self.budget.give_back(BATCH_BYTES, batch.owner)
 
     def _has_file(self, file_id: str) -> bool:
         return self._db.execute("SELECT 1 FROM files WHERE id = ?", (file_id,)).fetchone() is not None
@@ -158,10 +182,14 @@ class BatchStore:
     def _drop_file(self, file: StoredFile) -> None:
         self._db.execute("DELETE FROM files WHERE id = ?", (file.file_id,))
         self.path_of(file.file_id).unlink(missing_ok=True)
-        if file.purpose == BATCH_PURPOSE:
-            self.budget.give_back(file.num_bytes, file.owner)
+        self.budget.give_back(file.num_bytes + FILE_BYTES, file.owner)
 
     # Batches
+
+    def add_batch(self, batch: Batch) -> None:
+        """Enter a new batch. Raises RateLimited or Overloaded if too much is kept."""
+        with self._taken(BATCH_BYTES, batch.owner):
+            self.save(batch)
 
     def save(self, batch: Batch) -> None:
         """Enter a batch, or what has become of it."""
@@ -173,31 +201,71 @@ class BatchStore:
 
     def batch(self, owner: str, batch_id: str) -> Batch:
         """Return a batch of `owner`. Raises NotFound."""
-        row = self._db.execute(
-            "SELECT content FROM batches WHERE id = ? AND owner = ?", (batch_id, owner)
-        ).fetchone()
-        if row is None:
+        found = self._batches("id = ? AND owner = ?", batch_id, owner)
+        if not found:
             raise NotFound("there is no such batch")
-        return Batch.unpacked(row[0])
+        return found[0]
 
     def list_batches(self, owner: str) -> list[Batch]:
         """Return the batches of `owner`, oldest first."""
-        rows = self._db.execute("SELECT content FROM batches WHERE owner = ? ORDER BY rowid", (owner,))
-        return [Batch.unpacked(content) for (content,) in rows]
+        return self._batches("owner = ?", owner)
 
     def open_batches(self) -> list[Batch]:
         """Return those that haven't ended, oldest first."""
-        rows = self._db.execute("SELECT content FROM batches WHERE is_open = 1 ORDER BY rowid")
-        return [Batch.unpacked(content) for (content,) in rows]
+        return self._batches("is_open = 1")
+
+    def _batches(self, where: str, *values: str) -> list[Batch]:
+        """Return the batches that a condition finds, oldest first; rows that can't be read are set aside."""
+        rows = self._db.execute(f"SELECT id, content FROM batches WHERE {where} ORDER BY rowid", values)
+        found: list[Batch] = []
+        for batch_id, content in rows.fetchall():
+            try:
+                found.append(Batch.unpacked(content))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                self._set_aside(batch_id, f"{type(error).__name__}: {error}")
+        return found
+
+    def _set_aside(self, batch_id: str, why: str) -> None:
+        """Keep a row where nobody reads it; its lines and results stay too, for whoever mends it."""
+        logger.error("batch %s can't be read and is set aside: %s", batch_id, why)
+        with self._transaction():
+            self._db.execute(
+                "INSERT OR REPLACE INTO unreadable SELECT id, owner, content, ? FROM batches WHERE id = ?",
+                (why, batch_id),
+            )
+            self._db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
+
+    def counts(self) -> dict[str, int]:
+        """Return how many files, batches and unreadable rows there are, and the bytes of the files."""
+        tables = {name: f"SELECT COUNT(*) FROM {name}" for name in ("files", "batches", "unreadable")}
+        tables["bytes"] = "SELECT COALESCE(SUM(bytes), 0) FROM files"
+        return {name: int(self._db.execute(asked).fetchone()[0]) for name, asked in tables.items()}
+
+    def drop_older(self, before: float) -> int:
+        """Drop the files made before a time, the batches that have none left, and unreadable rows.
+
+        Returns how many files.
+        """
+        rows = self._db.execute(f"{_FILES} WHERE created < ?", (before,)).fetchall()
+        for row in rows:
+            self._drop_file(StoredFile(*row))
+        for table in ("lines", "results"):
+            self._db.execute(f"DELETE FROM {table} WHERE batch IN (SELECT id FROM unreadable)")
+        self._db.execute("DELETE FROM unreadable")
+        self.drop_expired(before)
+        return len(rows)
 
     # Lines and results
 
+    def drop_lines(self, batch: Batch) -> None:
+        """Forget the lines of a batch."""
+        self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.batch_id,))
+
     def put_lines(self, batch: Batch, lines: Iterable[BatchLine]) -> str | None:
-        """Replace the lines of a batch; return a `custom_id` that came twice, and then keep none."""
+        """Add lines to a batch; return a `custom_id` that came twice, and then keep none of these."""
         one: BatchLine | None = None
         try:
             with self._transaction():
-                self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.batch_id,))
                 for one in lines:
                     self._db.execute(
                         "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?)",
@@ -230,27 +298,36 @@ class BatchStore:
         except FileNotFoundError as error:
             raise NotFound("the batch's input file was deleted") from error
 
+    def take_room(self, record: bytes, owner: str) -> None:
+        """Take disk space for a result. Raises RateLimited or Overloaded."""
+        self.budget.take(len(record) + 1, owner, retry_after_s=_RETRY_LATER_S)
+
     def put_result(self, batch: Batch, number: int, record: bytes, *, is_failed: bool) -> None:
-        """Commit the record of a line, together with what the batch counts."""
-        with self._transaction():
-            self._db.execute(
-                "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?)",
-                (batch.batch_id, number, is_failed, record),
-            )
-            self.save(batch)
+        """Commit the record of a line, whose room was taken, together with what the batch counts."""
+        try:
+            with self._transaction():
+                self._db.execute(
+                    "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?)",
+                    (batch.batch_id, number, is_failed, record),
+                )
+                self.save(batch)
+        except BaseException:
+            self.budget.give_back(len(record) + 1, batch.owner)
+            raise
 
     def put_expired(self, batch: Batch, record: Callable[[str], bytes]) -> None:
         """Commit a failed result for each line without one, and the batch. `record` gets a line's own id."""
-        numbers = self.open_lines(batch)
+        numbers, num_bytes = self.open_lines(batch), 0
         with self._transaction():
             for number in numbers:
                 (custom_id,) = self._db.execute(
                     "SELECT custom_id FROM lines WHERE batch = ? AND number = ?", (batch.batch_id, number)
                 ).fetchone()
-                self._db.execute(
-                    "INSERT INTO results VALUES (?, ?, 1, ?)", (batch.batch_id, number, record(custom_id))
-                )
+                told = record(custom_id)
+                num_bytes += len(told) + 1
+                self._db.execute("INSERT INTO results VALUES (?, ?, 1, ?)", (batch.batch_id, number, told))
             self.save(batch)
+        self.budget.add(num_bytes, batch.owner)  # no more than a few times what its file takes
 
     def put_files(self, batch: Batch, ended: Batch, files: Iterable[tuple[StoredFile, bool]]) -> Batch:
         """End a batch: write the records into files, in the order of lines; return it as it is saved.
@@ -269,6 +346,7 @@ class BatchStore:
             for table in ("lines", "results"):
                 self._db.execute(f"DELETE FROM {table} WHERE batch = ?", (batch.batch_id,))
             self.save(ended)
+        self.budget.add(FILE_BYTES * len(made), batch.owner)  # their bytes were the results'
         return ended
 
     def _write_records(self, batch: Batch, path: Path, *, is_failed: bool) -> int:

@@ -11,10 +11,11 @@ from prometheus_client.registry import Collector
 
 from stemma.budgets import BudgetState
 from stemma.engine.api import DRAFT_SOURCES, CacheReport, DraftCount, EngineStats
+from stemma.prefix.explain import MissReason
 from stemma.server.observe.ignored_hints import IgnoredHints
 from stemma.server.observe.tier_metrics import tier_metrics
 from stemma.smoothed import Smoothed
-from stemma.types import Tier
+from stemma.types import FinishReason, Tier
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6, 3.2)
@@ -23,6 +24,9 @@ NO_TENANT = "-"
 CACHED_SHARES = ("0-9", "10-49", "50-89", "90-100")
 """Classes of prompts by the percentage that was cached."""
 TOKENS_BUCKETS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+OUTCOMES = ("ok", "aborted", "refused", "error")
+"""How requests end."""
 
 
 class _EngineCollector(Collector):
@@ -106,8 +110,8 @@ class _EngineCollector(Collector):
         misses = CounterMetricFamily(
             "stemma_misses", "Requests not wholly served from cache, by reason", labels=["reason"]
         )
-        for reason, number in sorted(stats.misses_by_reason.items()):
-            misses.add_metric([reason], number)
+        for reason in MissReason:
+            misses.add_metric([reason.value], stats.misses_by_reason.get(reason.value, 0))
         yield misses
         if stats.transfer is not None:
             yield from tier_metrics(stats.transfer)
@@ -166,6 +170,7 @@ class ServerMetrics:
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
         self._registry.register(IgnoredHints())
+        self._apis: set[str] = set()
         self.requests = Counter(
             "stemma_requests", "Requests by how they ended", ["api", "outcome"], registry=self._registry
         )
@@ -192,6 +197,8 @@ class ServerMetrics:
         self.finished = Counter(
             "stemma_sequences_finished", "Sequences by finish reason", ["reason"], registry=self._registry
         )
+        for reason in FinishReason:  # an alert on an increase misses what a series begins with
+            self.finished.labels(reason.value)
         self.tenant_requests = Counter(
             "stemma_tenant_requests", "Requests that started, by tenant", ["tenant"], registry=self._registry
         )
@@ -213,6 +220,13 @@ class ServerMetrics:
         total = self._registry.get_sample_value(f"stemma_{name}_sum") or 0.0
         count = self._registry.get_sample_value(f"stemma_{name}_count") or 0.0
         return round(1000 * total / count, 3) if count else 0.0
+
+    def arrived(self, api: str) -> None:
+        """Let what may become of a request have its count."""
+        if api not in self._apis:
+            self._apis.add(api)
+            for outcome in OUTCOMES:
+                self.requests.labels(api, outcome)
 
     def started(self, tenant: str, cache: CacheReport) -> None:
         """Count a request whose first output is there."""

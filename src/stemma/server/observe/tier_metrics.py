@@ -9,7 +9,9 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from stemma.engine.api import EngineStats
+from stemma.memory.tiers.block_store import PutResult, ReadResult
 from stemma.memory.tiers.tier_stats import TierStats, TransferStats
+from stemma.types import Tier
 
 _PER_TIER_COUNTS: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
     ("stemma_tier_evicted_blocks", "Blocks dropped to make room", lambda t: t.counters.num_evicted),
@@ -54,10 +56,10 @@ def _by_reason(stats: TransferStats) -> Iterable[Metric]:
         "stemma_tier_faults", "Why reads and writes failed", labels=["tier", "reason"]
     )
     for tier, one in stats.tiers.items():
-        for read, count in sorted(one.counters.reads.items()):
-            reads.add_metric([tier.value, read.value], count)
-        for put, count in sorted(one.counters.puts.items()):
-            writes.add_metric([tier.value, put.value], count)
+        for read in ReadResult:
+            reads.add_metric([tier.value, read.value], one.counters.reads.get(read, 0))
+        for put in PutResult:
+            writes.add_metric([tier.value, put.value], one.counters.puts.get(put, 0))
         for reason, count in sorted(one.counters.reasons.items()):
             faults.add_metric([tier.value, reason], count)
     return (reads, writes, faults)
@@ -70,12 +72,11 @@ def _transfers(stats: TransferStats) -> Iterable[Metric]:
     lost = CounterMetricFamily(
         "stemma_lost_blocks", "Blocks a tier promised and didn't deliver", labels=["tier", "result"]
     )
-    for tier, count in sorted(loads.loaded_blocks.items()):
-        loaded.add_metric([tier.value], count)
-    for tier, count in sorted(loads.prefetched_blocks.items()):
-        ahead.add_metric([tier.value], count)
-    for (tier, result), count in sorted(loads.lost_blocks.items()):
-        lost.add_metric([tier.value, result.value], count)
+    for tier in (tier for tier in Tier if tier is not Tier.DEVICE):
+        loaded.add_metric([tier.value], loads.loaded_blocks.get(tier, 0))
+        ahead.add_metric([tier.value], loads.prefetched_blocks.get(tier, 0))
+        for result in (one for one in ReadResult if one is not ReadResult.HIT):
+            lost.add_metric([tier.value, result.value], loads.lost_blocks.get((tier, result), 0))
     yield from (loaded, ahead, lost)
     for name, text, number in (
         ("stemma_loads", "Loads started for requests", loads.num_loads),

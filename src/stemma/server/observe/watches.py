@@ -111,6 +111,7 @@ class RequestWatch(TurnObserver):
         self.arrived_at = watches.wall()
         """Seconds since 1970."""
         self._arrived = self._metrics.clock()
+        self._metrics.arrived(api)
         self._first: float | None = None
         self.so_far: Collected | None = None
         """The answer as far as it has come; None: it waits."""

@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from stemma.server.access import Access
 from stemma.server.admission.caller import caller
+from stemma.server.admission.sockets import note_key
 from stemma.server.errors import json_response
 
 _log = logging.getLogger(__name__)
@@ -73,6 +74,12 @@ class AskedKeys:
         given = {name: request.headers[name] for name in _HEADERS if name in request.headers}
         digest = self._digest(given)
         caller().tenant = digest.hex() if given else ""
+        answer = await self._answer(digest, given)
+        if given and answer is None:
+            note_key(request.scope)
+        return answer
+
+    async def _answer(self, digest: bytes, given: dict[str, str]) -> Response | None:
         until, answer = self._known.get(digest, (0.0, None))
         if self._clock() < until:
             return answer

@@ -32,9 +32,9 @@ from stemma.server.errors import STATUS_CLIENT_CLOSED, json_response, openai_err
 from stemma.server.routing.keys import AskedKeys, Keys, OwnKeys
 from stemma.server.routing.metrics import counters
 from stemma.server.routing.prompts import num_cached_of
+from stemma.server.schemas.json_input import parse_json
 from stemma.server.transport.incoming import limited_chunks, unless_disconnected
 from stemma.server.transport.planes import Plane, plane_of
-from stemma.server.turn.json_input import parse_json
 
 _log = logging.getLogger(__name__)
 

@@ -12,13 +12,16 @@ import logging
 import resource
 import socket
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from stemma.budgets import Budget
 from stemma.config.settings import ServerSettings
-from stemma.server.admission.sockets import OpenSocket, OpenSockets
+from stemma.server.admission.sockets import SOCKET, OpenSocket, OpenSockets
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 * 1024
@@ -35,6 +38,12 @@ _SIDE_PORT_PART = 8
 """A port of management or metrics has one connection for so many of the main one's."""
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.02, 1.0
+MAX_PIPELINED = 32
+"""Requests that wait behind one that isn't answered yet; clients of today send none."""
+_BUFFER_BYTES = 64 * 1024
+"""An answer's bytes that wait for the client; with more than that, whoever writes waits."""
+_LEAST_READ_BYTES = _BUFFER_BYTES // 2
+"""What a client must read of them in `send_timeout_s`: a trickle doesn't hold a connection."""
 
 
 def raise_file_limit() -> int:
@@ -68,6 +77,7 @@ def make_protocol(settings: ServerSettings) -> type[HttpToolsProtocol]:
     class LimitedProtocol(GuardedProtocol):
         header_timeout_s = settings.header_timeout_s
         body_timeout_s = settings.body_timeout_s
+        send_timeout_s = settings.send_timeout_s
 
     return LimitedProtocol
 
@@ -88,10 +98,13 @@ class _UntilClosed(int):
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. Its deadline is that of the part of the request being read."""
+    """One connection. It has two clocks: that of the part of a request being read, and that of its client,
+    who has to read what was answered. Whoever doesn't loses the connection, and with it what runs for it.
+    """
 
     header_timeout_s: float
     body_timeout_s: float
+    send_timeout_s: float
 
     def __init__(self, *arguments: Any, opened: OpenSocket, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -102,18 +115,28 @@ class GuardedProtocol(HttpToolsProtocol):
         self._body_is_open = False
         self._peer_is_done = False
         """Whether the client has closed its half of the connection."""
+        self._send_clock: asyncio.TimerHandle | None = None
+        self._waits_for_reader = False
+        """An answer is complete and hasn't left: what follows it begins afterwards."""
+        self._running: RequestResponseCycle | None = None
+        """The request being answered; `cycle` is the one read last, which may wait behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the deadline of the headers."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=_BUFFER_BYTES)
         self._opened.close = transport.abort
         self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Stop the clocks."""
         self._stop_clock()
+        self._stop_send_clock()
         self._opened.ended()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends nothing more: it has left, or it has closed its half and waits for its answer.
@@ -153,13 +176,18 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins, maybe pipelined after another one."""
         super().on_message_begin()
+        self.scope[SOCKET] = self._opened  # type: ignore[literal-required]
         self._is_reading_headers = True
+        if not self.flow.write_paused:
+            self._stop_send_clock()
 
     def on_headers_complete(self) -> None:
         """From now on the clock is that of the body. An exception is answered with 400."""
         size = sum(len(name) + len(value) for name, value in self.headers)
         if size > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS or len(self.url) > MAX_URL_BYTES:
             raise ValueError("too many headers, or too large ones")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many requests before the answer to the first")
         self._is_reading_headers = False
         self._body_is_open = True
         self._start_clock(self.body_timeout_s)
@@ -177,7 +205,12 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Don't wait long for the rest of a body that nobody reads."""
+        """Begin what is pipelined once the answer has left; don't wait long for a body that nobody reads."""
+        self._start_send_clock()
+        if self.flow.write_paused and not self.transport.is_closing():
+            self._waits_for_reader = True
+            self.flow.pause_reading()
+            return
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -187,6 +220,49 @@ class GuardedProtocol(HttpToolsProtocol):
             self._opened.idles()
             if self._peer_is_done:
                 self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def pause_writing(self) -> None:
+        """The client is slow, or doesn't read at all: start its clock."""
+        super().pause_writing()
+        self._opened.stalls()
+        self._start_send_clock()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._stop_send_clock()
+        self._opened.works()
+        if self._waits_for_reader:
+            self._waits_for_reader = False
+            self.on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse and close, within the client's time."""
+        super().send_400_response(msg)
+        self._start_send_clock()
+
+    def _start_send_clock(self) -> None:
+        if self._send_clock is None and (num_bytes := self.transport.get_write_buffer_size()):
+            self._send_clock = self.loop.call_later(self.send_timeout_s, self._look_at_reader, num_bytes)
+
+    def _look_at_reader(self, num_before: int) -> None:
+        """Abort unless the client has read enough of the bytes that waited for it."""
+        self._send_clock = None
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_bytes and num_before - num_bytes < _LEAST_READ_BYTES:
+            logger.info("a client doesn't read its answer: closing its connection")
+            self.transport.abort()
+        else:
+            self._start_send_clock()
+
+    def _stop_send_clock(self) -> None:
+        if self._send_clock is not None:
+            self._send_clock.cancel()
+            self._send_clock = None
 
     def _wait_for_headers(self) -> None:
         self._is_reading_headers = True

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stemma.server.access import host_name
 from stemma.server.admission.caller import Caller, begin_call
 from stemma.server.errors import json_response, openai_body
+from stemma.server.transport.outgoing import send_in_pieces
 
 IS_HEAD = "stemma.head"
 """In a request's scope: GET stands for HEAD, so only the head of the answer is sent."""
@@ -25,7 +26,8 @@ class Entrance:
     """ASGI middleware around everything.
 
     `Host`, `Content-Length` and keys come at most once, and well-formed. `x-request-id` is taken from the
-    request or made, and sent back. What the request took from budgets until it was answered is returned.
+    request or made, and sent back. What the request took from budgets is returned as the last bytes of its
+    answer leave.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -44,7 +46,7 @@ class Entrance:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *mine]
-            await send(message)
+            await send_in_pieces(send, message)
 
         try:
             if wrong := _wrong_header(scope):

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from stemma.errors import StemmaError
 from stemma.server.errors import ErrorShape
 from stemma.server.transport.incoming import until_disconnected
+from stemma.server.transport.outgoing import PIECE_BYTES, send_in_pieces
 from stemma.server.transport.planes import DIRECT_SEND
 
 DONE = b"data: [DONE]\n\n"
@@ -112,6 +113,10 @@ class EventStream(Response):
             try:
                 async for chunk in source:
                     self._was_quiet = False
+                    if len(chunk) > PIECE_BYTES:
+                        message = {"type": "http.response.body", "body": chunk, "more_body": True}
+                        await send_in_pieces(direct_send, message)
+                        continue
                     # Middlewares look at the start of a response alone, and each costs a call a token.
                     await direct_send({"type": "http.response.body", "body": chunk, "more_body": True})
             except StemmaError as error:

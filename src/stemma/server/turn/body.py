@@ -14,10 +14,10 @@ from stemma.server.access import tenant_of
 from stemma.server.admission.caller import caller
 from stemma.server.observe.ignored_hints import count_hint
 from stemma.server.schemas.base import Kinds, RequestModel, objects_at, path_of
-from stemma.server.schemas.bounds import MAX_FIELDS, MAX_JSON_VALUES
+from stemma.server.schemas.bounds import MAX_FIELDS
+from stemma.server.schemas.json_input import max_values_of, parse_json
 from stemma.server.transport.incoming import limited_chunks
 from stemma.server.turn.intake import intake_of
-from stemma.server.turn.json_input import parse_json
 
 M = TypeVar("M", bound=BaseModel)
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ async def read_object(request: Request) -> dict[str, Any]:
 async def object_of(request: Request, data: bytes) -> dict[str, Any]:
     """Return the JSON object in `data`, the body of `request` or its beginning. Raises InvalidRequest."""
     intake = intake_of(request)
-    max_values = max(MAX_JSON_VALUES, 2 * intake.engine.max_model_len)
+    max_values = max_values_of(intake.engine.max_model_len)
     if len(data) <= _SMALL_BYTES:
         parsed = parse_json(data, max_values=max_values)
     else:

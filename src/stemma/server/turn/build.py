@@ -15,6 +15,7 @@ from stemma.model.lora.adapter import Adapter
 from stemma.model.vision.prompt import PromptImages
 from stemma.prefix.keys import Namespace
 from stemma.server.access import Access, tenant_of
+from stemma.server.admission.answers import NOTHING_ELSE, Told
 from stemma.server.admission.caller import Caller, caller
 from stemma.server.answers.chat import AnswerReader
 from stemma.server.history.joining import History
@@ -57,6 +58,8 @@ class Asked:
     pooling: Pooling | None = None
     roles: tuple[str, ...] = ()
     shows_steps: bool = False
+    told: Told = NOTHING_ELSE
+    """What its answer tells beside text and log-probabilities."""
     reader: AnswerReader | None = None
     """None: the answer's text is passed on as it is."""
     next_turn: NextTurn | None = None

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from stemma.errors import InvalidRequest
 from stemma.server.schemas.bounds import MAX_JSON_DEPTH
-from stemma.server.turn.json_input import check_counts, depth_exceeds
+from stemma.server.schemas.json_input import check_counts, depth_exceeds
 
 UNREADABLE = "input"
 """The one argument that holds a text which is no object."""
@@ -74,8 +74,10 @@ class ControlEscapes:
 def arguments_text(given: Any, arguments: dict[str, Any]) -> str:
     """Return arguments as JSON: as they were `given` if that is JSON, else what was made of it."""
     try:
-        if isinstance(given, str) and orjson.loads(given) == arguments:
-            return given
-    except orjson.JSONDecodeError:
+        if isinstance(given, str):
+            check_counts(given.encode(errors="replace"), "arguments")
+            if orjson.loads(given) == arguments:
+                return given
+    except (InvalidRequest, orjson.JSONDecodeError):
         pass
     return orjson.dumps(arguments).decode()

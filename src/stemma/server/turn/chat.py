@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
+from stemma.server.admission.answers import NOTHING_ELSE, told_ids
 from stemma.server.answers.chat import AnswerReader, tool_use
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.turn.build import Asked, Prompt, Turn
@@ -45,6 +46,7 @@ async def chat_turn(context: ApiContext, http: Request, asked: ChatAsked) -> Tur
     body, intake = asked.body, context.intake
     adapter = check_model(context.engine, body.model)
     params, beam = candidates(intake, body, chat_sampling(intake, body))
+    context.runner.expect(params.n if beam is None else beam.width)
     prompt = await chat_prompt(intake, body, adapter, body.cache_salt or "")
     held = None if prompt.images is not None else asked.earlier
     if held is not None:
@@ -64,6 +66,7 @@ async def chat_turn(context: ApiContext, http: Request, asked: ChatAsked) -> Tur
             adapter=adapter,
             beam=beam,
             roles=tuple(message.role for message in body.messages),
+            told=told_ids(prompt.token_ids) if body.return_token_ids else NOTHING_ELSE,
             reader=reader,
             next_turn=following,
         ),

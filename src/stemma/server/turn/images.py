@@ -30,7 +30,10 @@ class RequestImages:
         threads: WorkerThreads,
         limit_s: float,
     ) -> None:
-        """`budget` counts bytes of decoded images; `limit_s`: the longest time that reading one may take."""
+        """`budget` counts bytes of images, as they are read and as they are kept.
+
+        `limit_s`: the longest time that reading one may take.
+        """
         self.reader = reader
         self._max_number = settings.max_number
         self._budget, self._threads, self._limit_s = budget, threads, limit_s
@@ -58,10 +61,16 @@ class RequestImages:
     async def _new(self, source: ImageSource) -> ReadImage:
         one, reader, name = caller(), self.reader, source.name
         data = await self._bytes(source)
-        num_bytes = await self._in_thread(partial(reader.decoded_bytes, data, name))
-        one.holding.take(self._budget, num_bytes, one.tenant)
-        found = await self._in_thread(partial(reader.read_bytes, data, name))
-        one.holding.take(self._budget, found.num_made_bytes, one.tenant)
+        num_bytes = await self._in_thread(partial(reader.reading_bytes, data, name))
+        if num_bytes > (most := self._budget.most(one.tenant)):
+            raise InvalidRequest(
+                f"{name} takes {num_bytes} bytes to read, and {most} are allowed (--image-memory); send a "
+                "smaller one",
+                param="messages",
+            )
+        with self._budget.taken(num_bytes, one.tenant):
+            found = await self._in_thread(partial(reader.read_bytes, data, name, one.tenant))
+        one.holding.take(self._budget, found.num_bytes, one.tenant)
         return found
 
     async def _bytes(self, source: ImageSource) -> bytes:

@@ -10,6 +10,7 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.scoring import Scoring
 from stemma.errors import InvalidRequest
 from stemma.model.lora.adapter import Adapter
+from stemma.server.admission.answers import NUMBER_BYTES, Told
 from stemma.server.schemas.shared import KeptRequest
 from stemma.server.turn.build import Asked, Prompt
 from stemma.server.turn.hints import hints_of
@@ -22,9 +23,17 @@ _NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def pooling_asked(
-    name: str, prompts: Sequence[TokenArray], pooling: Pooling, body: KeptRequest, adapter: Adapter | None
+    name: str,
+    prompts: Sequence[TokenArray],
+    pooling: Pooling,
+    body: KeptRequest,
+    adapter: Adapter | None,
+    num_told: int = 0,
 ) -> list[Asked]:
-    """Return what is asked for the vector of each prompt; `name` begins their ids."""
+    """Return what is asked for the vector of each prompt, of which the answer tells `num_told` numbers.
+
+    `name` begins their ids.
+    """
     hints = hints_of(body)
     return [
         Asked(
@@ -34,6 +43,7 @@ def pooling_asked(
             hints=hints,
             pooling=pooling,
             adapter=adapter,
+            told=Told(once=NUMBER_BYTES * num_told),
         )
         for index, tokens in enumerate(prompts)
     ]

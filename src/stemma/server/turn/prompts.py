@@ -125,6 +125,12 @@ async def completion_prompts(
     )
 
 
+def num_prompts(prompt: str | list[Any]) -> int:
+    """Return how many prompts OpenAI's ``prompt`` holds."""
+    is_one = isinstance(prompt, str) or not prompt or _all_of(prompt, int)
+    return 1 if is_one else min(len(prompt), MAX_PROMPTS)
+
+
 def _all_of(items: Sequence[Any], kind: type) -> bool:
     return all(type(item) is kind for item in items)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -26,6 +26,7 @@ from stemma.errors import (
     TookTooLong,
 )
 from stemma.server.access import tenant_of
+from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import Admission, Reserved
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.collected import Collected, Observers
@@ -63,7 +64,7 @@ class TurnRunner:
         where the stream is read.
         """
         await self.quotas.apply()
-        reserved = self._reserve(request, turns)
+        reserved = self.reserve(request, turns)
         answers = _nothing_yet(turns, keeps_logprobs=False)
         stream = self._run(turns, answers)
         first = asyncio.ensure_future(_first(stream))
@@ -97,13 +98,14 @@ class TurnRunner:
         """Run `turns` and return everything at once; abort them if the client leaves."""
         await self.quotas.apply()
         answers = _nothing_yet(turns, keeps_logprobs=True)
-        reserved = self._reserve(request, turns)
+        reserved = self.reserve(request, turns)
         try:
             await unless_disconnected(request, _drain(self._run(turns, answers)))
         finally:
             give_back(reserved, answers)
         if not all(one.is_finished for one in answers):
             raise GenerationFailed("the engine ended a request without any output")
+        _note_use(answers)
         return answers
 
     def _run(self, turns: Sequence[Turn], answers: Sequence[Collected]) -> Outputs:
@@ -206,24 +208,44 @@ class TurnRunner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _reserve(self, request: Request, turns: Sequence[Turn]) -> Reserved:
-        """Take what `turns` need of every budget. Raises RateLimited, Overloaded or InvalidRequest."""
-        try:
-            return self.admission.reserve(tenant_of(request), [one.request for one in turns])
-        except StemmaError:
-            self.metrics.requests.labels(turns[0].api, "refused").inc()
-            raise
+    def expect(self, num_sequences: int) -> None:
+        """Count in the sequences that this request will ask for: a refusal comes before it is tokenized.
 
-    @contextmanager
-    def admitted(self, request: Request) -> Iterator[None]:
-        """Count work that generates nothing (tokenizing) as one request of the tenant. Raises RateLimited."""
-        with closing(self.admission.reserve_call(tenant_of(request))):
-            yield
+        Raises RateLimited, Overloaded or InvalidRequest.
+        """
+        if (reserved := caller().reserved) is not None:
+            reserved.widen(num_sequences)
+
+    def reserve(self, request: Request, turns: Sequence[Turn]) -> Reserved:
+        """Take what `turns` and their answers need of every budget, until it is closed: nobody else does.
+
+        Raises RateLimited, Overloaded or InvalidRequest.
+        """
+        one = caller()
+        reserved = one.reserved or self.admission.enter(tenant_of(request))
+        try:
+            told = [each.asked.told for each in turns]
+            reserved.reserve([each.request for each in turns], told, one.holding)
+        except BaseException as error:
+            reserved.close()
+            if isinstance(error, StemmaError):
+                self.metrics.requests.labels(turns[0].api, "refused").inc()
+            raise
+        finally:
+            one.reserved = None
+        return reserved
 
 
 def _nothing_yet(turns: Sequence[Turn], *, keeps_logprobs: bool) -> list[Collected]:
     lengths = (len(one.request.prompt_token_ids) for one in turns)
     return [Collected.nothing(length, keeps_logprobs=keeps_logprobs) for length in lengths]
+
+
+def _note_use(answers: Sequence[Collected]) -> None:
+    used = caller().used
+    used.num_prompt_tokens += sum(one.cache.num_prompt_tokens for one in answers)
+    used.num_cached_tokens += sum(one.cache.num_cached_tokens for one in answers)
+    used.num_generated_tokens += sum(one.num_generated_tokens for one in answers)
 
 
 async def _first(stream: Outputs) -> tuple[int, RequestOutput]:

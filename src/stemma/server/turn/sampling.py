@@ -31,6 +31,7 @@ def chat_sampling(intake: Intake, body: ChatRequest) -> SamplingParams:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs can't be streamed", param="prompt_logprobs")
+    _check_logprobs(intake, logprobs, "top_logprobs")
     params = _sampling(intake, body, requested_grammar(body), limit, logprobs, body.prompt_logprobs)
     knows = "reasoning_effort" in intake.engine.tokenizer.template_variables
     return replace(params, max_thinking_tokens=thinking_budget(body, template_knows_effort=knows))
@@ -40,6 +41,7 @@ def completion_sampling(intake: Intake, body: CompletionRequest) -> SamplingPara
     """Return the sampling of a plain completion; without a limit, 16 tokens as OpenAI documents."""
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs can't be streamed", param="prompt_logprobs")
+    _check_logprobs(intake, body.logprobs, "logprobs")
     limit = 16 if body.max_tokens is None else body.max_tokens
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
@@ -62,6 +64,7 @@ def _sampling(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
+    _check_logprobs(intake, prompt_logprobs, "prompt_logprobs")
     if prompt_logprobs is not None and body.use_beam_search:
         raise InvalidRequest("beam search reports no prompt_logprobs", param="prompt_logprobs")
     if grammar is not None and body.use_beam_search:
@@ -84,6 +87,14 @@ def _sampling(
         bad_words=_bad_words(intake, body.bad_words),
         **({} if body.use_beam_search else _chosen(body, intake.engine.default_sampling)),
     )
+
+
+def _check_logprobs(intake: Intake, wanted: int | None, param: str) -> None:
+    """Raise InvalidRequest for more log-probabilities of a token than the operator allows."""
+    most = intake.settings.requests.max_logprobs
+    if wanted is not None and wanted > most:
+        message = f"{param} must be at most {most} on this server, got {wanted} (--max-logprobs)"
+        raise InvalidRequest(message, param=param)
 
 
 def _logit_bias(bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:

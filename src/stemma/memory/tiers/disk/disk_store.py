@@ -26,6 +26,7 @@ from stemma.memory.tiers.disk.record import (
     RECORD_DTYPE,
     Record,
     block_checksum,
+    hints_in,
     owners_in,
     sound_records,
     with_last_use,
@@ -323,8 +324,9 @@ class DiskStore(SlottedStore):
                 finally:
                     with self._lock:
                         self._moved()
-                        if reason is not None:
+                        if not has_grown:
                             self._no_growth_until = self._monotonic() + BACK_OFF_S
+                        if reason is not None:
                             self.counters.reasons[reason] += 1
                 if not has_grown:
                     return
@@ -382,6 +384,7 @@ class DiskStore(SlottedStore):
         records = found.records
         self._generation = int(records["generation"].max())
         traits = BlockTraits(np.frombuffer(records["key"].tobytes(), dtype="<u8")[::4].astype(np.uint64))
+        hints = hints_in(records)
         self._index.restore(
             found.slots.tolist(),
             found.keys,
@@ -390,7 +393,10 @@ class DiskStore(SlottedStore):
             self._ranked_at(self._now()),
             traits,
             owners_in(records),
+            hints,
         )
+        for slot, hint in zip(found.slots.tolist(), hints, strict=True):
+            self._hints[slot] = hint
         self._used_at[found.slots] = records["used_at"]
         ttl_s = records["ttl_s"].astype(np.float64)
         self._ttl_s[found.slots] = np.where(np.isnan(ttl_s), self._default_ttl_s, ttl_s)

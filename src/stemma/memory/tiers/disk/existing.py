@@ -52,7 +52,7 @@ def open_existing(space: SpaceInfo, clock: Callable[[], float] = time.time) -> D
 def unreadable(space: SpaceInfo) -> str | None:
     """Return why this version can't read a sub-directory whose manifest is sound; None if it can.
 
-    Servers use another sub-directory of the same model then, and delete this one when they need its room.
+    Servers use another sub-directory of the same model then, and cut this one down when they need its room.
     """
     found = space.manifest
     if found is None or (found.disk_format, found.key_format) == (DISK_FORMAT_VERSION, FORMAT_VERSION):

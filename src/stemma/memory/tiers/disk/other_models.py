@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from stemma.errors import StorageError
-from stemma.memory.tiers.disk.existing import space_of
+from stemma.memory.tiers.disk.existing import space_of, unreadable
 from stemma.memory.tiers.disk.record import RECORD_BYTES, RECORD_DTYPE, sound_records
 from stemma.memory.tiers.disk.spaces import INDEX, Manifest, list_spaces
 from stemma.prefix.keys import KeySpace, Namespace
@@ -54,18 +54,28 @@ class OtherModelsOnDisk:
     def __init__(self, root: Path, own: KeySpace) -> None:
         """Read the indexes of the others. One that can't be read is left out."""
         self._others: list[_Other] = []
+        self.unread: list[str] = []
+        """What another version or other settings left of this very model, for people: it can't be read."""
         try:
             spaces = list_spaces(root)
         except StorageError as error:
             logger.info("explanations don't know other models: %s", error)
             return
         for space in reversed(spaces):
+            if (reason := unreadable(space)) is not None:
+                self.unread.append(f"{space.path} {reason}")
+                continue
             if space.manifest is None or space_of(space.manifest) == own or len(self._others) == MAX_SPACES:
                 continue
             prints = _read_prints(space.path / INDEX, space.manifest.block_bytes)
             if len(prints):
                 difference = _difference(space.manifest, own)
                 self._others.append(_Other(space_of(space.manifest), difference, prints))
+                if space.manifest.model_fingerprint == own.model_fingerprint:
+                    self.unread.append(f"{len(prints)} blocks in {space.path}: written {difference}")
+
+        for found in self.unread:
+            logger.warning("not read from the disk cache: %s", found)
 
     def find(self, namespace: Namespace, tokens: TokenArray) -> tuple[int, str] | None:
         """Return what other models hold of a prompt. Hashes a block for each other model, more where it is

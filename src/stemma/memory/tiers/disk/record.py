@@ -107,6 +107,14 @@ def owners_in(records: npt.NDArray[np.void]) -> list[str]:
     return [tags.setdefault(n, f"{n:016x}") for n in records["owner"].tolist()]
 
 
+def hints_in(records: npt.NDArray[np.void]) -> list[RetentionHint]:
+    """Return the hint of each record; equal ones are one object."""
+    met: dict[tuple[int, float | None], RetentionHint] = {(NO_HINT.priority, NO_HINT.ttl_s): NO_HINT}
+    ttls_s = [None if math.isnan(ttl_s) else ttl_s for ttl_s in records["ttl_s"].tolist()]
+    pairs = zip(records["priority"].tolist(), ttls_s, strict=True)
+    return [met.setdefault(pair, RetentionHint(*pair)) if pair not in met else met[pair] for pair in pairs]
+
+
 def with_last_use(packed: bytes, used_at: float) -> bytes:
     """Return a packed record with another time of last use."""
     fields = bytearray(packed[: _FIELDS.size])

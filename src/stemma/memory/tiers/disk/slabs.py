@@ -7,6 +7,7 @@ the middle of a block. The last slab ends at the size limit.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -82,7 +83,7 @@ class SlabFiles:
             self._files.truncate(self._index_fd, index_bytes)
 
     def add_slab(self, limit_bytes: int) -> bool:
-        """Add a slab; False if the limit forbids it.
+        """Add a slab; False if the limit forbids it, or what is kept for a rollback, but for the first.
 
         Unused sub-directories are deleted first, so that the whole directory stays within `limit_bytes`. An
         OSError leaves everything unchanged.
@@ -94,7 +95,9 @@ class SlabFiles:
         try:
             own = sum(self._slab_bytes(n) for n in range(slab + 1))
             own += (slab + 1) * self._manifest.slots_per_slab * RECORD_BYTES
-            make_room(self._path.parent, self._path, own, limit_bytes)
+            spared = limit_bytes // 2 if slab else max(0, limit_bytes - own)
+            if not make_room(self._path.parent, self._path, own, limit_bytes, spared, time.time()) and slab:
+                return False
             fd = self._files.open(self._slab_path(slab), os.O_RDWR | os.O_CREAT)
             self._files.allocate(fd, self._slab_bytes(slab))
             self._files.truncate(self._index_fd, self._num_index_bytes(slab + 1))

@@ -11,6 +11,7 @@
 
 A changed model therefore never reads old bytes: it uses another sub-directory. `DIR` has one size limit;
 when a slab is added, caches of models that no server is using are deleted first, least recently used first.
+What another version or other settings wrote of the same model keeps half of the limit for a week.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +34,8 @@ from stemma.prefix.keys import FORMAT_VERSION, KeySpace
 MANIFEST = "manifest.json"
 LOCK = "lock"
 INDEX = "index"
+KEPT_FOR_S = 7 * 86400.0
+"""After its last use, for which a model's sub-directory of another version stays beside the one in use."""
 READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -283,20 +286,63 @@ def remove_space(path: Path) -> None:
             raise StorageError(f"can't delete {path}: {error.strerror}") from error
 
 
-def make_room(root: Path, own: Path, own_bytes: int, limit_bytes: int) -> int:
-    """Delete unused sub-directories other than `own` until the rest and `own_bytes` fit in the limit.
+def make_room(root: Path, own: Path, own_bytes: int, limit_bytes: int, spared_bytes: int, now: float) -> bool:
+    """Free disk space of unused sub-directories until all but `own`, and `own_bytes`, fit the limit.
 
-    Sub-directories that other servers hold count against those servers' limits. Returns the bytes freed.
+    Those of other models go first, least recently used first; then those of this model that another version
+    or other settings wrote, of which `spared_bytes` are kept while they were used lately, so that a rollback
+    finds them. Sub-directories that other servers hold count against those servers' limits. Returns whether
+    it fits.
     """
-    others = [space for space in list_spaces(root) if space.path != own and not space.in_use]
-    excess = own_bytes + sum(space.allocated_bytes for space in others) - limit_bytes
-    freed = 0
-    for space in others:
-        if freed >= excess:
-            break
-        try:
+    unused = [space for space in list_spaces(root) if space.path != own and not space.in_use]
+    kept = [space for space in unused if is_kept(space, own, now)]
+    excess = own_bytes + sum(space.allocated_bytes for space in unused) - limit_bytes
+    for space in [one for one in unused if one not in kept]:
+        if excess <= 0:
+            return True
+        with suppress(StorageError):
             remove_space(space.path)
-        except StorageError:
-            continue
-        freed += space.allocated_bytes
+            excess -= space.allocated_bytes
+    for space in reversed(kept):  # the one used last is wanted most
+        left = min(space.allocated_bytes, spared_bytes)
+        spared_bytes -= left
+        with suppress(StorageError):
+            if excess > 0 and left < space.allocated_bytes:
+                excess -= _trim(space, max(left, space.allocated_bytes - excess))
+    return excess <= 0
+
+
+def is_kept(space: SpaceInfo, own: Path, now: float) -> bool:
+    """Whether a sub-directory is of the model in `own` as well, and was used lately."""
+    mine = read_manifest(own)
+    is_same = None not in (mine, space.manifest) and (
+        space.manifest.model_fingerprint == mine.model_fingerprint  # type: ignore[union-attr]
+    )
+    return is_same and now - space.used_at < KEPT_FOR_S
+
+
+def _trim(space: SpaceInfo, num_bytes: int) -> int:
+    """Cut slabs off at the end until about so many bytes are left; return the bytes freed.
+
+    Blocks that aren't whole any more are dropped when it is opened.
+    """
+    freed = 0
+    with locked_space(space.path):
+        times = {path: path.stat() for path in space.path.iterdir()}
+        for slab in sorted(space.path.glob("slab-*"), reverse=True):
+            before = slab.stat().st_blocks * 512
+            cut = min(before, space.allocated_bytes - num_bytes - freed)
+            if cut <= 0:
+                break
+            try:
+                if cut == before:
+                    slab.unlink()
+                else:
+                    os.truncate(slab, before - cut)
+            except OSError as error:
+                raise StorageError(f"can't shorten {slab}: {error.strerror}") from error
+            freed += cut
+        for path, stat in times.items():  # it wasn't used
+            if path.exists():
+                os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     return freed

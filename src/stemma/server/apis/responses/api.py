@@ -16,6 +16,7 @@ from starlette.responses import Response
 from stemma.engine.api import RequestOutput
 from stemma.errors import GenerationFailed, InvalidRequest, NotFound, StemmaError
 from stemma.server.access import JSON_TYPE, owner_of
+from stemma.server.admission.answers import PARSED_BYTES
 from stemma.server.answers.cache_diagnostics import prompt_cache_diagnostics
 from stemma.server.answers.events import AnswerParser
 from stemma.server.answers.usage import UsageMeter
@@ -26,6 +27,7 @@ from stemma.server.apis.responses.listing import whole_items
 from stemma.server.apis.responses.output import OutputItems, StreamEvent, new_id
 from stemma.server.apis.responses.store import Item, StoredResponse, Stores, stores_of
 from stemma.server.apis.responses.tools import chosen
+from stemma.server.entry import hold
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.collected import Collected
 from stemma.server.observe.ignored_hints import count_hint
@@ -61,7 +63,7 @@ async def create_response(request: Request) -> Response:
     for name in body.include or ():
         count_hint(f"include.{name}" if name in KNOWN_INCLUDES else "include")
     owner = owner_of(request)
-    past = _past(stores, owner, body)
+    past = _past(request, body)
     history = [*past.messages, *chat_messages(body.input)]
     chat = validate(ChatRequest, chat_fields(body, _with_instructions(body, history)))
     response_id = new_id("resp")
@@ -81,7 +83,7 @@ async def count_input(request: Request) -> Response:
     context = context_of(request)
     body = validate(InputTokensRequest, await read_object(request))
     adapter = check_model(context.engine, body.model)
-    past = _past(stores_of(request), owner_of(request), body)
+    past = _past(request, body)
     history = [*past.messages, *chat_messages(body.input)]
     chat = validate(ChatRequest, chat_fields(body, _with_instructions(body, history)))
     prompt = await chat_prompt(context.intake, chat, adapter, body.cache_salt or "")
@@ -89,14 +91,15 @@ async def count_input(request: Request) -> Response:
     return json_response(found)
 
 
-@router.get("/v1/responses/{response_id}/input_items", TENANT)
+@router.get("/v1/responses/{response_id}/input_items", TENANT, metered=True)
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List what a stored response was given to, the newest first unless ``order=asc``."""
     found = _stored(request, response_id)
+    hold(request, "response_id", PARSED_BYTES * len(found.input_items))
     return json_response(item_page(orjson.loads(found.input_items), request))
 
 
-@router.get("/v1/responses/{response_id}", TENANT)
+@router.get("/v1/responses/{response_id}", TENANT, metered=True)
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a stored response."""
     return Response(_stored(request, response_id).response, media_type="application/json")
@@ -131,13 +134,15 @@ class _Past:
     """As the engine holds it."""
 
 
-def _past(stores: Stores, owner: str, body: ResponsesRequest) -> _Past:
-    """Return the conversation, or that of the response, to go on from."""
+def _past(request: Request, body: ResponsesRequest) -> _Past:
+    """Return the conversation, or that of the response, to go on from, within the memory of answers."""
+    stores, owner = stores_of(request), owner_of(request)
     if (name := _conversation_id(body)) is not None:
         if body.previous_response_id is not None:
             message = "give previous_response_id or conversation, not both"
             raise InvalidRequest(message, param="previous_response_id")
         conversation = conversation_of(stores, owner, name)
+        hold(request, "conversation", PARSED_BYTES * len(conversation.item_list))
         items = conversation.items()
         return _Past(chat_messages(items), items, conversation.token_ids if items else None)
     if body.previous_response_id is None:
@@ -146,6 +151,8 @@ def _past(stores: Stores, owner: str, body: ResponsesRequest) -> _Past:
     if found is None:
         message = str(_not_found(body.previous_response_id))
         raise InvalidRequest(message, param="previous_response_id")
+    num_bytes = len(found.messages) + len(found.input_items) + len(found.response)
+    hold(request, "previous_response_id", PARSED_BYTES * num_bytes)
     return _Past(found.history(), found.items(), found.token_ids)
 
 

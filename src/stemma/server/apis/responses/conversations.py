@@ -12,11 +12,13 @@ from starlette.responses import Response
 
 from stemma.errors import InvalidRequest, NotFound
 from stemma.server.access import owner_of
+from stemma.server.admission.answers import PARSED_BYTES
 from stemma.server.apis.pages import item_page, place_of
 from stemma.server.apis.responses.items import chat_messages
 from stemma.server.apis.responses.listing import whole_items
 from stemma.server.apis.responses.output import new_id
 from stemma.server.apis.responses.store import Item, StoredConversation, Stores, stores_of
+from stemma.server.entry import hold
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
 from stemma.server.routes import TENANT, Router
@@ -35,14 +37,14 @@ async def create(request: Request) -> Response:
     body = validate(ConversationRequest, await read_object(request))
     if stores.conversations.capacity == 0:
         raise InvalidRequest("this server stores no conversations (max_responses)")
-    items = _checked(body.items or [])
+    items = _checked(request, body.items or [])
     entry = StoredConversation(int(time.time()), orjson.dumps(body.metadata or {}), orjson.dumps(items))
     conversation_id = new_id("conv")
     _put(stores, request, conversation_id, entry)
     return _answer(conversation_id, entry)
 
 
-@router.get("/v1/conversations/{conversation_id}", TENANT)
+@router.get("/v1/conversations/{conversation_id}", TENANT, metered=True)
 async def get(request: Request, conversation_id: str) -> Response:
     """Return when a conversation began, and its metadata."""
     return _answer(conversation_id, _found(stores_of(request), request, conversation_id))
@@ -73,7 +75,9 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     """Add items at the end of a conversation."""
     stores = stores_of(request)
     body = validate(ConversationItems, await read_object(request))
-    added = _checked(body.items)
+    added = _checked(request, body.items)
+    earlier = _found(stores, request, conversation_id).item_list
+    hold(request, "conversation_id", PARSED_BYTES * len(earlier))
     add_turn(stores, owner_of(request), conversation_id, added, None)
     return json_response(
         {
@@ -86,25 +90,24 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     )
 
 
-@router.get("/v1/conversations/{conversation_id}/items", TENANT)
+@router.get("/v1/conversations/{conversation_id}/items", TENANT, metered=True)
 async def list_items(request: Request, conversation_id: str) -> Response:
     """List a conversation's items, the newest first unless ``order=asc``."""
-    return json_response(item_page(_found(stores_of(request), request, conversation_id).items(), request))
+    return json_response(item_page(_items(request, conversation_id), request))
 
 
-@router.get("/v1/conversations/{conversation_id}/items/{item_id}", TENANT)
+@router.get("/v1/conversations/{conversation_id}/items/{item_id}", TENANT, metered=True)
 async def get_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """Return one item."""
-    items = _found(stores_of(request), request, conversation_id).items()
+    items = _items(request, conversation_id)
     return json_response(items[place_of(items, item_id)])
 
 
-@router.delete("/v1/conversations/{conversation_id}/items/{item_id}", TENANT)
+@router.delete("/v1/conversations/{conversation_id}/items/{item_id}", TENANT, metered=True)
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """Take one item out of a conversation."""
     stores = stores_of(request)
-    entry = _found(stores, request, conversation_id)
-    items = entry.items()
+    entry, items = _found(stores, request, conversation_id), _items(request, conversation_id)
     del items[place_of(items, item_id)]
     _put(stores, request, conversation_id, replace(entry, item_list=orjson.dumps(items)))
     return _answer(conversation_id, entry)
@@ -142,8 +145,9 @@ def add_turn(
         raise InvalidRequest("the conversation is too large to be stored", param="items")
 
 
-def _checked(given: list[Item]) -> list[Item]:
+def _checked(request: Request, given: list[Item]) -> list[Item]:
     """Return the items as they are kept. Raises InvalidRequest for those that no chat can hold."""
+    hold(request, "items", PARSED_BYTES * len(orjson.dumps(given)))
     items = whole_items(given)
     chat_messages(items)
     return items
@@ -154,6 +158,13 @@ def _found(stores: Stores, request: Request, conversation_id: str) -> StoredConv
     if found is None:
         raise _missing(conversation_id)
     return found
+
+
+def _items(request: Request, conversation_id: str) -> list[Item]:
+    """Return a conversation's items, within the memory of answers."""
+    entry = _found(stores_of(request), request, conversation_id)
+    hold(request, "conversation_id", PARSED_BYTES * len(entry.item_list))
+    return entry.items()
 
 
 def _put(stores: Stores, request: Request, conversation_id: str, entry: StoredConversation) -> None:

@@ -29,7 +29,7 @@ from stemma.server.routing.picker.messages import (
 from stemma.server.routing.prompts import is_streamed
 from stemma.server.routing.sending import outcome_of
 from stemma.server.routing.served_fleet import ServedFleet
-from stemma.server.turn.json_input import parse_json
+from stemma.server.schemas.json_input import parse_json
 
 _MOST_ENDPOINTS = 3
 """The best server, and those that Envoy may try after it."""

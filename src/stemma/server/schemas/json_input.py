@@ -30,6 +30,11 @@ def parse_json(data: bytes, what: str = "the body", *, max_values: int = MAX_JSO
     return parsed
 
 
+def max_values_of(max_model_len: int) -> int:
+    """Return how many values a body may have: a prompt may be a context of token ids."""
+    return max(MAX_JSON_VALUES, 2 * max_model_len)
+
+
 def depth_exceeds(value: Any, limit: int) -> bool:
     """Whether objects and arrays are nested more than `limit` deep. Doesn't recurse."""
     level = [value]

@@ -1,0 +1,35 @@
+"""Whose turn it is to leave, where cached blocks and checkpoints share one memory.
+
+Each kind is ranked by a policy of its own; between the first of both this decides.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.types import RetentionHint
+
+Turn: TypeAlias = tuple[int, float]
+"""What has expired leaves first, then what has the lowest priority, then what was unused the longest."""
+
+
+def turn_of(hint: RetentionHint, used_at: float, now: float) -> Turn:
+    """Return when it is the turn of what was used then; smaller is sooner."""
+    has_expired = hint.ttl_s is not None and now - used_at > hint.ttl_s
+    return (-1 if has_expired else hint.priority), used_at
+
+
+class CachedKV(Protocol):
+    """The blocks of the index, as far as they share memory with checkpoints."""
+
+    def oldest(self) -> Turn | None:
+        """Return whose turn it is to leave; None: no block can."""
+
+    def evict(self, num_blocks: int) -> int:
+        """Evict up to `num_blocks` blocks, lowest-ranked first; return how many."""
+
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Return which blocks are in the index, shape [num_blocks]."""

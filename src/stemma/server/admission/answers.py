@@ -1,0 +1,114 @@
+"""How much memory an answer may take, by what is asked for: known before any of it is computed.
+
+The numbers are for CPython's objects and for JSON, which is made of them: measured, and rounded up. Text is
+taken to be a language's; who steers an answer to chosen tokens may choose the longest ones of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from sys import getsizeof
+from typing import TYPE_CHECKING
+
+import orjson
+
+if TYPE_CHECKING:  # proxies need budgets, and no torch
+    from stemma.engine.api import GenerationRequest
+    from stemma.types import TokenArray
+
+_CHOICE_BYTES = 4096
+"""Of a choice without a token."""
+TEXT_BYTES, LONG_TEXT_BYTES = 160, 640
+"""Of a token: its text, id and part of the JSON; with the longest texts."""
+_LOGPROB_BYTES, _LONG_LOGPROB_BYTES = 400, 1600
+"""Of one log-probability of a generated token: its own, or one of the likeliest."""
+_PROMPT_LOGPROB_BYTES = 400
+"""Of one log-probability of a prompt's token, told once."""
+_ECHOED_LOGPROB_BYTES = 128
+"""Of one that another choice repeats."""
+ID_BYTES = 16
+"""Of a token's id in a list of them."""
+LISTED_ID_BYTES = 64
+"""Of one in a list of Python's numbers."""
+ENTRY_BYTES = 640
+"""Of a token that is told as an object with its text and id."""
+EVENT_BYTES = 256
+"""Of an event of its own for a token."""
+PARSED_BYTES = 16
+"""Of a byte of stored JSON, once it is parsed."""
+NUMBER_BYTES = 96
+"""Of one of the numbers of a vector."""
+_COPIES = 2
+"""JSON grows in a buffer of up to twice its size."""
+
+
+def text_bytes(text: str) -> int:
+    """Return what a text takes that an answer repeats, as it is and as JSON."""
+    return getsizeof(text) + len(orjson.dumps(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an answer to one prompt tells beside the text and log-probabilities of its choices, in bytes."""
+
+    once: int = 0
+    each: int = 0
+    """With each choice."""
+    token: int = 0
+    """With each generated token."""
+    repeats_logprobs: bool = False
+    """Whether each choice repeats the prompt's log-probabilities."""
+
+
+NOTHING_ELSE = Told()
+
+
+def told_ids(prompt: TokenArray) -> Told:
+    """Return that the ids of a prompt are told with each choice, and those of its tokens."""
+    return Told(each=ID_BYTES * len(prompt), token=ID_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSize:
+    """The most that an answer may take, in bytes, by the field that asks for it."""
+
+    by_field: dict[str, int]
+
+    @classmethod
+    def of(cls, request: GenerationRequest, num_choices: int, num_tokens: int, told: Told) -> AnswerSize:
+        """Return the size of the answer to `request`: `num_tokens` at most, over all choices."""
+        params, num_prompt = request.params, len(request.prompt_token_ids)
+        is_steered = bool(params.allowed_token_ids or params.logit_bias)
+        num_tops = 0 if params.logprobs is None else 1 + params.logprobs
+        num_prompt_tops = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
+        echoed = (num_choices - 1) * _ECHOED_LOGPROB_BYTES if told.repeats_logprobs else 0
+        return cls(
+            {
+                "max_tokens": num_tokens * (LONG_TEXT_BYTES if is_steered else TEXT_BYTES),
+                "logprobs": num_tokens * num_tops * (_LONG_LOGPROB_BYTES if is_steered else _LOGPROB_BYTES),
+                "prompt_logprobs": num_prompt * num_prompt_tops * (_PROMPT_LOGPROB_BYTES + echoed),
+                "prompt": _COPIES * (told.once + num_choices * told.each + num_tokens * told.token),
+                "n": num_choices * _CHOICE_BYTES,
+            }
+        )
+
+    @classmethod
+    def sum(cls, sizes: list[AnswerSize]) -> AnswerSize:
+        """Return that of an answer to several prompts."""
+        fields = sizes[0].by_field if sizes else {}
+        return cls({name: sum(one.by_field[name] for one in sizes) for name in fields})
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return sum(self.by_field.values())
+
+    @property
+    def beside_text(self) -> int:
+        """All but the choices' text, which the budget of tokens bounds: it grows no faster than their KV."""
+        return self.num_bytes - self.by_field.get("max_tokens", 0)
+
+    @property
+    def largest(self) -> str:
+        """The field that asks for most."""
+        return max(self.by_field, key=self.by_field.__getitem__, default="n")

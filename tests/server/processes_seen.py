@@ -1,0 +1,26 @@
+"""What tests look at of a server's process, and the files that one with TLS needs."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from stemma.server.transport.dev_ca import DevCA
+from tests.server.scripted_process import Server
+
+
+def memory(server: Server) -> int:
+    """Return the resident bytes of a server."""
+    text = Path(f"/proc/{server.process.pid}/status").read_text()
+    [line] = [line for line in text.splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) * 1024
+
+
+def tls_files(folder: Path) -> tuple[dict[str, str], ssl.SSLContext]:
+    ca = DevCA()
+    issued = ca.issue_server(("127.0.0.1", "localhost"))
+    (folder / "cert.pem").write_bytes(issued.certificate_pem)
+    (folder / "key.pem").write_bytes(issued.key_pem())
+    (folder / "key.pem").chmod(0o600)
+    files = {"cert": str(folder / "cert.pem"), "key": str(folder / "key.pem")}
+    return files, ssl.create_default_context(cadata=ca.pem.decode())
