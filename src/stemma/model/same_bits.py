@@ -45,16 +45,17 @@ def run_pieces(
 ) -> list[torch.Tensor]:
     """Return the logits [T, vocab] of every piece, on CPU, computed step by step over blocks in mixed order.
 
-    Positions before a piece share one block of random KV; a recurrent state begins with the piece.
+    Positions before a piece share one block of random KV; a recurrent state begins with the piece. Ranks that
+    compute no logits return none.
     """
     kv, tables = _paged(model, pieces)
-    logits = [torch.empty(len(piece.tokens), model.vocab_size) for piece in pieces]
+    logits: list[list[torch.Tensor]] = [[] for _ in pieces]
     for step in steps:
         batch = _batch(model, kv, pieces, tables, step)
         rows = model.forward(batch, kv).float().cpu()
-        for number, (piece, start, end) in enumerate(step):
-            logits[piece][start:end] = rows[batch.query_starts[number] : batch.query_starts[number + 1]]
-    return logits
+        for number, (piece, _, _) in enumerate(step):
+            logits[piece].append(rows[batch.query_starts[number] : batch.query_starts[number + 1]])
+    return [torch.cat(parts) for parts in logits]
 
 
 def _paged(model: CausalLM, pieces: Sequence[Piece]) -> tuple[DeviceKV, torch.Tensor]:
