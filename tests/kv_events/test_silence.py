@@ -69,8 +69,8 @@ async def test_an_address_where_no_events_come_from_is_told(caplog: pytest.LogCa
 async def test_a_replay_address_that_does_not_answer_is_told(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriber, "_SNAPSHOT_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(subscriber, "_REPLAY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(subscriber, "SNAPSHOT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(subscriber, "REPLAY_TIMEOUT_S", 0.2)
     publisher = start()
     async with Following(publisher.endpoint, "tcp://127.0.0.1:1") as following, asyncio.timeout(20):
         while "no answer from the replay address" not in caplog.text:

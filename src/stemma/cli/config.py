@@ -46,6 +46,7 @@ def check(
 
 def _rehearse(settings: Settings) -> list[str]:
     """Go `stemma serve`'s way up to the weights; return what couldn't be checked. Raises what it raises."""
+    from stemma.cli.late_pool import without_late_pool
     from stemma.cli.serve import open_front, with_model
     from stemma.engine.preflight import check_engine, check_surroundings, remarks
     from stemma.native.library import prepare_kernels
@@ -57,11 +58,16 @@ def _rehearse(settings: Settings) -> list[str]:
     prepare_kernels(model.isa)
     with ExitStack() as stack:
         open_front(settings, stack)
+        settings, late = without_late_pool(settings)
+        told = [] if late is None else [f"pool {late.name} doesn't answer: the server starts without it"]
         if not is_fetched:
             engine = check_engine(settings.engine)
-            return [*remarks(engine), *_room(engine)]
+            return [*told, *remarks(engine), *_room(engine)]
         check_surroundings(settings.engine)
-    return [f"the checkpoint {model.path} isn't on this machine: the server would fetch it, unchecked here"]
+    return [
+        *told,
+        f"the checkpoint {model.path} isn't on this machine: the server would fetch it, unchecked here",
+    ]
 
 
 def _room(engine: EngineSettings) -> list[str]:

@@ -17,7 +17,7 @@ BASE_TOKENS = 64
 _EXPLORE_EVERY = 5
 """Of the requests as long as the decode server alone isn't measured."""
 _AGAIN_S = 30.0
-_LEAST_S = 0.02
+LEAST_S = 0.02
 """A prefill server that takes less is always asked."""
 _MARGIN = 0.9
 """The decode server alone has to take less than this share: it has answers to decode."""
@@ -62,7 +62,7 @@ class Detour:
         (self._loading if way is Way.THROUGH else self._alone).observe(seconds / (num_tokens + BASE_TOKENS))
 
     def _better(self, num_tokens: int, prefill_s: float | None) -> Way:
-        if prefill_s is None or prefill_s < _LEAST_S:
+        if prefill_s is None or prefill_s < LEAST_S:
             return Way.THROUGH
         if not self._loading.num_samples or not self._alone.num_samples:
             return Way.THROUGH
@@ -72,7 +72,7 @@ class Detour:
 
     def _explores(self, num_tokens: int, prefill_s: float | None) -> bool:
         """Return whether to try the other way: with no long prompt, which would hold up answers."""
-        if prefill_s is None or prefill_s < _LEAST_S or num_tokens > self._length.mean_s:
+        if prefill_s is None or prefill_s < LEAST_S or num_tokens > self._length.mean_s:
             return False
         if not self._alone.num_samples:
             return self._num_requests >= _EXPLORE_EVERY and self._num_requests % _EXPLORE_EVERY == 0

@@ -26,8 +26,8 @@ from stemma.kv_events.schema import SNAPSHOT, MalformedEvents, decode
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-_REPLAY_TIMEOUT_S = 2.0
-_SNAPSHOT_TIMEOUT_S = 30.0
+REPLAY_TIMEOUT_S = 2.0
+SNAPSHOT_TIMEOUT_S = 30.0
 HEARTBEAT_S = 2.0
 HEARTBEAT_TIMEOUT_S = 6.0
 _LONGEST_RECONNECT_S = 2.0
@@ -197,7 +197,7 @@ class Subscription:
         `from_here`: if the first of them isn't kept any more, take none.
         """
         first = self._expected.to_bytes(8, "big")
-        async with _at_most(_REPLAY_TIMEOUT_S), self._asked(context, first) as answers:
+        async with _at_most(REPLAY_TIMEOUT_S), self._asked(context, first) as answers:
             async for sequence, payload in answers:
                 if sequence > self._expected and from_here:
                     return
@@ -209,7 +209,7 @@ class Subscription:
     async def _snapshot(self, context: zmq.asyncio.Context) -> bool:
         """Ask for all live blocks; return whether the server has told them."""
         is_told = False
-        async with _at_most(_SNAPSHOT_TIMEOUT_S), self._asked(context, SNAPSHOT) as answers:
+        async with _at_most(SNAPSHOT_TIMEOUT_S), self._asked(context, SNAPSHOT) as answers:
             async for sequence, payload in answers:
                 if not is_told:
                     await self._apply_on(self._follower.clear)

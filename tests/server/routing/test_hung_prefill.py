@@ -55,7 +55,7 @@ async def test_a_hung_prefill_server_costs_twice_the_expected_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stopped: its sockets stay open, nobody reads. Hangs: its checks are answered, its requests never."""
-    monkeypatch.setattr("stemma.cluster.detour._LEAST_S", 1e9)  # the detour doesn't pay before this server
+    monkeypatch.setattr("stemma.cluster.detour.LEAST_S", 1e9)  # the detour doesn't pay before this server
     prefill, decode = servers
     for number in range(12):  # measured
         await seconds(client, number)

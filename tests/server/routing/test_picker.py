@@ -212,7 +212,7 @@ async def test_a_body_is_taken_up_to_the_servers_own_limit() -> None:
 async def test_a_prompt_that_takes_long_to_read_asks_envoy_for_more_time(
     picker: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stemma.server.routing.picker.exchange._SOON_S", 0.01)
+    monkeypatch.setattr("stemma.server.routing.picker.exchange.SOON_S", 0.01)
     ask = picker.served.ask
 
     async def slow(*args: Any) -> Any:

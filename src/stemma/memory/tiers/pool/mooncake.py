@@ -164,15 +164,8 @@ class MooncakePool(PoolBackend):
             codes = self._call(put, names, *_scattered(parts), self._replicate)
         for index, code in zip(absent, codes, strict=True):
             results[index] = _put_result(code)
-        self._doubt(keys, results, [index for index in absent if results[index] is PutResult.EXISTS])
-        return results
-
-    def _doubt(self, keys: Sequence[str], results: list[PutResult], begun: Sequence[int]) -> None:
-        """Take back that values exist which others have only begun to put: those may never end that."""
-        there = self.exists_many([keys[index] for index in begun])
-        for index, is_there in zip(begun, there, strict=True):
-            if not is_there:
-                results[index] = PutResult.DROPPED
+        doubted = [index for index in absent if results[index] is PutResult.EXISTS]
+        return only_there(results, doubted, self.exists_many([keys[index] for index in doubted]))
 
     def remove(self, keys: Sequence[str]) -> int:
         """One call; removes leased keys too.
@@ -272,3 +265,17 @@ def _put_result(code: int) -> PutResult:
     if code == _OBJECT_ALREADY_EXISTS:
         return PutResult.EXISTS
     return PutResult.NO_SPACE if code == _NO_AVAILABLE_HANDLE else PutResult.ERROR
+
+
+def only_there(
+    results: Sequence[PutResult], doubted: Sequence[int], are_there: Sequence[bool]
+) -> list[PutResult]:
+    """Return results without the claim that values exist which others have only begun to put.
+
+    Their put may never end; the master keeps the place for a while. `doubted`: the numbers of such values.
+    """
+    found = list(results)
+    for index, is_there in zip(doubted, are_there, strict=True):
+        if not is_there:
+            found[index] = PutResult.DROPPED
+    return found

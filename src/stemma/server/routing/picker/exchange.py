@@ -33,7 +33,7 @@ from stemma.server.schemas.json_input import parse_json
 
 _MOST_ENDPOINTS = 3
 """The best server, and those that Envoy may try after it."""
-_SOON_S = 0.5
+SOON_S = 0.5
 """What takes longer asks Envoy for more time: its example gives a picker a second."""
 _LONGEST_S = 10.0
 _PASSED_ON = ("authorization", "x-api-key", "content-type", "x-request-id")
@@ -124,7 +124,7 @@ class Exchange:
                 return
             content = b"".join(self._content)
             async with task_of(self._read(content)) as reading:
-                if self._mode == BUFFERED and not await ends_within(reading, _SOON_S):
+                if self._mode == BUFFERED and not await ends_within(reading, SOON_S):
                     yield more_time(_LONGEST_S)
                 await reading
         except OverBudget as error:
