@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stemma.cluster.agreement import disagreements
-from stemma.cluster.told import ToldModel
+from stemma.told import ToldModel
 
 SAME: dict[str, Any] = {
     "block_size": 16,

@@ -13,8 +13,8 @@ from hypothesis import given
 from stemma.cluster.fleet import Fleet, FleetMember, Outcome, Try
 from stemma.cluster.health import Check, Standing
 from stemma.cluster.routers import Ask, CacheAware, LeastLoaded, Rendezvous, RoundRobin
-from stemma.cluster.told import Told, ToldLoad
 from stemma.cluster.tries import Tries
+from stemma.told import Told, ToldLoad
 
 URLS = [f"http://host-{name}:8000" for name in "abcd"]
 ASK = Ask([1, 2, 3], 50, 16)

@@ -228,7 +228,7 @@ def test_disk_caches_from_the_command_line(
     found = second.complete(PREFIX, max_tokens=8)
     assert found["choices"][0]["text"] == expected["choices"][0]["text"]
     assert second.stats()["cached_tokens_by_tier"]["disk"] == NUM_BLOCKS * BLOCK_SIZE
-    assert "0 blocks dropped" in run_cli("cache", "gc", cache, "--unused-for", "1h")
+    assert "0 blocks, 0 answers dropped" in run_cli("cache", "gc", cache, "--unused-for", "1h")
     assert "removed" in run_cli("cache", "gc", cache, "--max-size", "1kB")
     assert run_cli("cache", "ls", cache) == ""
 

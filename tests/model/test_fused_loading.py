@@ -99,7 +99,9 @@ def logits(model: CausalLM) -> torch.Tensor:
 
 def assert_same(own: CausalLM, other: CausalLM) -> None:
     # Joined products take other room.
-    assert replace(own.info, weight_bytes=0) == replace(other.info, weight_bytes=0)
+    assert replace(own.info, weight_bytes=0, numeric_path="") == replace(
+        other.info, weight_bytes=0, numeric_path=""
+    )
     assert own.layout(16) == other.layout(16)
     assert own.adaptable == other.adaptable
     assert_close(own, other)

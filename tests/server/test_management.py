@@ -5,10 +5,10 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from stemma.cluster.told import read_told
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
 from stemma.engine.api import EngineLoad
 from stemma.server.app import create_app
+from stemma.told import read_told
 from tests.server.scripted_engine import ScriptedEngine
 
 

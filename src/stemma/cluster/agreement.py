@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
-from stemma.cluster.told import ToldModel
+from stemma.told import ToldModel
 
 _PARTS = {
     "model": "other weights: another checkpoint, revision or quantization",

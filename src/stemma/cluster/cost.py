@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from stemma.cluster.told import ToldLoad
+from stemma.told import ToldLoad
 
 _UNKNOWN_PREFILL_S = 1e-4
 """Seconds for a prompt token, as long as none is known of any replica."""

@@ -28,8 +28,8 @@ from stemma.cluster.pace import Measure, Pace, prefill_units, whole_units
 from stemma.cluster.prefill_speed import PrefillSpeed
 from stemma.cluster.retry_budget import RetryBudget
 from stemma.cluster.routers import Ask, Placement, Placements, ReplicaLoad, Router
-from stemma.cluster.told import NOTHING, Told
 from stemma.cluster.waits import Waits
+from stemma.told import NOTHING, Told
 
 _CROWD = 4
 """A server that tells no seats is taken to have as many as twice the requests of the others' median, and so

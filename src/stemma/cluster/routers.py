@@ -25,7 +25,7 @@ from typing import Protocol
 from stemma.cluster.cost import decoding_s, prefill_speeds, waiting_s
 from stemma.cluster.holdings import Holdings
 from stemma.cluster.rendezvous import OVERLOADED_BY, rendezvous_order
-from stemma.cluster.told import ToldLoad
+from stemma.told import ToldLoad
 
 _MISS_WEIGHT = 8
 """A token computed where another replica has it is stored twice, and evicts one that would have been reused.

@@ -11,10 +11,10 @@ import orjson
 import pytest
 
 from stemma.cluster.health import Check
-from stemma.cluster.told import Told
 from stemma.server.routing.picker.options import PickerOptions
 from stemma.server.routing.served_fleet import ServedFleet
 from stemma.server.routing.server_list import ServerList
+from stemma.told import Told
 
 grpc = pytest.importorskip("grpc", reason="the extra `envoy` isn't installed")
 core = pytest.importorskip(

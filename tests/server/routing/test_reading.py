@@ -11,7 +11,6 @@ import numpy as np
 import orjson
 import pytest
 
-from stemma.cluster.told import Told, ToldModel
 from stemma.config.settings import Settings
 from stemma.kv_events.names import adapter_root, chain_of
 from stemma.model.tokenizer import Tokenizer
@@ -19,6 +18,7 @@ from stemma.server.app import create_app
 from stemma.server.routing.asking import PromptEncoder
 from stemma.server.routing.served_fleet import ServedFleet
 from stemma.server.routing.server_list import ServerList
+from stemma.told import Told, ToldModel
 from tests.server.scripted_engine import ScriptedEngine
 
 TEMPLATE = (

@@ -8,10 +8,10 @@ import httpx
 import orjson
 import pytest
 
-from stemma.cluster.told import Told, ToldModel
 from stemma.server.routing import served_fleet
 from stemma.server.routing.served_fleet import ServedFleet
 from stemma.server.routing.server_list import FleetServer, ServerList
+from stemma.told import Told, ToldModel
 
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 

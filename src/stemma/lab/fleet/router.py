@@ -15,12 +15,12 @@ from stemma.cluster.fleet import Fleet, FleetMember, Outcome, Try
 from stemma.cluster.health import Check
 from stemma.cluster.holdings import Holdings
 from stemma.cluster.routers import ROUTERS, Ask
-from stemma.cluster.told import NOTHING, Told
 from stemma.kv_events.follower import Follower
 from stemma.kv_events.schema import AllBlocksCleared, BlocksHeld
 from stemma.lab.fleet.caches import Change
 from stemma.lab.fleet.servers import SimulatedServer
 from stemma.lab.fleet.traffic import names_of
+from stemma.told import NOTHING, Told
 
 _PART = 65_536
 """Blocks of a message of a snapshot."""

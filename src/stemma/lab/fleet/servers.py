@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 import orjson
 
-from stemma.cluster.told import Told, ToldLoad
 from stemma.lab.fleet.caches import Change, RunCache
 from stemma.lab.fleet.decoding import DecodeModel, Decoding
 from stemma.lab.fleet.seats import Seat, Seats
 from stemma.lab.fleet.traffic import Traffic
 from stemma.lab.savings import PrefillModel
+from stemma.told import Told, ToldLoad
 
 TOLD_TOKENS = "x-stemma-cached-tokens"
 """Header of an answer: prompt tokens that were cached."""

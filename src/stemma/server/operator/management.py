@@ -28,7 +28,7 @@ _MAX_TOKENS = QueryNumber("max_tokens", 1, 1000, 24)
 async def health(request: Request) -> Response:
     """200 while requests are taken; 503 once the engine has failed, with the reason, or the server drains.
 
-    Beside the status stands what routers go by (`cluster/told.py`).
+    Beside the status stands what routers go by (`told.py`).
     """
     context = context_of(request)
     if context.engine.failure is not None:

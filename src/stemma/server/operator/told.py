@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 
-from stemma.cluster.told import MAX_ADAPTERS, Told, ToldLoad, ToldModel
 from stemma.kv_events.names import adapter_root
 from stemma.server.operator.context import OperatorContext
+from stemma.told import MAX_ADAPTERS, Told, ToldLoad, ToldModel
 
 
 def told_of(context: OperatorContext) -> Told:

@@ -9,7 +9,7 @@ import httpx
 
 from stemma.cluster.fleet import Fleet
 from stemma.cluster.health import Check
-from stemma.cluster.told import NOTHING, Told, read_told
+from stemma.told import NOTHING, Told, read_told
 
 CHECK_EVERY_S = 2.0
 _TIMEOUT_S = 3.0

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from stemma.cluster.routers import Ask, CacheAware, ReplicaLoad
-from stemma.cluster.told import MOST_TOLD_BYTES, NOTHING, Told, ToldLoad, ToldModel, read_told
+from stemma.told import MOST_TOLD_BYTES, NOTHING, Told, ToldLoad, ToldModel, read_told
 
 ASK = Ask(list(range(10)), 165, 16)
 
