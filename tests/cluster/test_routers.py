@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from stemma.cluster.holdings import Holdings
 from stemma.cluster.routers import ROUTERS, Ask, CacheAware, Placements, Rendezvous, ReplicaLoad
 
 
@@ -49,7 +50,7 @@ def test_a_router_that_saw_few_requests_of_full_caches_does_not_heed_their_diffe
     whole = Ask(list(range(100)), 1605, 16)
     few = [ReplicaLoad(num_recent=9000.0, num_earlier=1e6), ReplicaLoad(num_recent=1000.0, num_earlier=1e6)]
     assert CacheAware().order(whole, few, [20, 0])[0] == 0
-    placements = Placements(CacheAware(), 2)
+    placements = Placements(CacheAware(), 2, Holdings(secret=1))
     placements.holdings.store(0, range(10_000, 20_000))
     placements.end(placements.begin(Ask([7], 20, 16), 0))
     assert [load.num_earlier for load in placements.loads] == [80_000, 80_000]
@@ -59,10 +60,10 @@ def test_a_router_that_saw_few_requests_of_full_caches_does_not_heed_their_diffe
 
 
 def test_older_tokens_count_less_and_none_without_events() -> None:
-    silent = Placements(CacheAware(), 2, has_events=False)
+    silent = Placements(CacheAware(), 2, Holdings(secret=1), has_events=False)
     silent.end(silent.begin(Ask([1], 20, 16), 0))
     assert silent.loads[0].num_recent == 0
-    placements = Placements(CacheAware(), 2)
+    placements = Placements(CacheAware(), 2, Holdings(secret=1))
     placements.holdings.store(0, range(1000, 1010))
     for chain in ([2], [3]):
         placements.end(placements.begin(Ask(chain, 20, 16), 0))
@@ -73,7 +74,7 @@ def test_older_tokens_count_less_and_none_without_events() -> None:
 
 def test_beginnings_that_do_not_divide_evenly_take_all_of_the_memory() -> None:
     """Six beginnings, four replicas: without regard to what each computed they stay as 2, 2, 1 and 1."""
-    placements = Placements(CacheAware(), 4)
+    placements = Placements(CacheAware(), 4, Holdings(secret=1))
     caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(4)]
     num_sent = [0] * 4
     rng = random.Random(0)
@@ -114,7 +115,7 @@ def test_rendezvous_moves_only_the_share_of_a_replica_that_is_gone() -> None:
 
 
 def test_requests_under_way_count_as_load_and_as_cached() -> None:
-    placements = Placements(CacheAware(), 2)
+    placements = Placements(CacheAware(), 2, Holdings(secret=1))
     ask = Ask([1, 2, 3], 50, 16)
     first = placements.order(ask)[0]
     placement = placements.begin(ask, first)
@@ -134,7 +135,7 @@ def test_requests_under_way_count_as_load_and_as_cached() -> None:
 
 
 def test_replicas_with_blocks_of_another_size_count_by_tokens() -> None:
-    placements = Placements(CacheAware(), 2)
+    placements = Placements(CacheAware(), 2, Holdings(secret=1))
     small, large = list(range(1, 13)), list(range(101, 104))
     ask = Ask(small, 200, 16, chains={64: large})
     placements.block_sizes = {0: 16, 1: 64}

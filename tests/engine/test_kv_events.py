@@ -51,7 +51,7 @@ class Direct(KVEventSink):
 def test_the_follower_believes_what_the_cache_holds(harness, index: str) -> None:
     """Prompts that share, overflow and are flushed: after each, the depth is that of the cache."""
     engine = harness(num_blocks=24, block_size=8, index=index)
-    holdings = Holdings()
+    holdings = Holdings(secret=1)
     engine.cache.watch(Direct(Follower(0, holdings), 8))
     generator = np.random.default_rng(0)
     prompts: list[TokenArray] = []
@@ -86,7 +86,7 @@ def test_a_follower_knows_how_deep_prompts_resume(family: str, tmp_path: Path) -
     """Behind the deepest checkpoint of states or windows, not behind the KV."""
     path = hybrids.build(family, tmp_path / "model")
     llm = LLM(path, block_size=16, kv_cache_memory="1MB", max_batch_tokens=64)
-    holdings = Holdings()
+    holdings = Holdings(secret=1)
     cache = llm.engine.cache
     cache.watch(Direct(Follower(0, holdings), 16, has_checkpoints=True))
     depths = set[int]()
@@ -113,7 +113,7 @@ def test_a_follower_believes_no_checkpoint_of_which_a_lower_tier_lost_a_piece(
     path = hybrids.build(family, tmp_path / "model")
     tiers = {lower: "800kB"} | ({} if lower == "host_cache" else {"disk_cache": str(tmp_path / "disk")})
     llm = LLM(path, block_size=16, kv_cache_memory="500kB", max_batch_tokens=64, load_when="always", **tiers)
-    holdings = Holdings()
+    holdings = Holdings(secret=1)
     cache = llm.engine.cache
     cache.watch(Direct(Follower(0, holdings), 16, has_checkpoints=True))
     prompts = told_prompts(20)
@@ -139,7 +139,7 @@ def test_a_router_is_told_of_checkpoints_on_disk(family: str, tmp_path: Path) ->
         llm = LLM(path, block_size=16, disk_cache=tmp_path / "disk", disk_cache_size="50MB", num_threads=1)
         live = LiveBlocks(16, names, has_checkpoints=True)
         llm.engine.cache.watch(Kept(live))
-        holdings = Holdings()
+        holdings = Holdings(secret=1)
         Follower(0, holdings).take(list(live.snapshot()))
         depths.append(holdings.depths(chain_of(tokens, 16), 1)[0])
         llm.generate(tokens.tolist(), greedy(1))
@@ -161,7 +161,7 @@ def told_by(one: Harness, names: Path) -> Holdings:
     """Return what a router knows that asks for a snapshot."""
     live = LiveBlocks(BLOCK_SIZE, names)
     one.cache.watch(Kept(live))
-    holdings = Holdings()
+    holdings = Holdings(secret=1)
     Follower(0, holdings).take(list(live.snapshot()))
     return holdings
 

@@ -60,7 +60,7 @@ class Following:
     """A subscription that runs for the time of a test."""
 
     def __init__(self, endpoint: str, replay: str | None) -> None:
-        self.holdings = Holdings()
+        self.holdings = Holdings(secret=1)
         self.follower = Follower(0, self.holdings)
         self.subscription = Subscription(self.follower, endpoint, replay)
 

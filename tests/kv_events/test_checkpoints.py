@@ -46,7 +46,7 @@ class Router:
     """What a router knows that followed a server from some time on."""
 
     def __init__(self, live: LiveBlocks, *, has_checkpoints: bool = True) -> None:
-        self.holdings = Holdings()
+        self.holdings = Holdings(secret=1)
         self._has_checkpoints = has_checkpoints
         self._follower = Follower(0, self.holdings)
         self._follower.take(list(live.snapshot()))

@@ -144,7 +144,7 @@ def test_a_snapshot_that_contradicts_itself_is_malformed(event: BlocksHeld) -> N
 
 
 def test_a_snapshot_may_name_unknown_tiers() -> None:
-    holdings = Holdings()
+    holdings = Holdings(secret=1)
     follower = Follower(0, holdings)
     words = np.arange(1, 4, dtype="<u8").tobytes()
     follower.take(decode(encode(0.0, [BlocksHeld(words, words, bytes([1, 200, 5]), SIZE)])))

@@ -104,7 +104,7 @@ def test_an_address_in_use_is_a_config_error() -> None:
 
 
 def test_a_follower_leaves_out_blocks_that_it_cannot_place() -> None:
-    holdings = Holdings()
+    holdings = Holdings(secret=1)
     follower = Follower(0, holdings)
     follower.take([BlockStored([1], 99, [1, 2, 3, 4], 4, None, "GPU", None)])  # unknown predecessor
     follower.take([BlockStored([2, 3], None, [1, 2, 3, 4], 4, None, "GPU", None)])  # too few tokens
@@ -115,7 +115,7 @@ def test_a_follower_leaves_out_blocks_that_it_cannot_place() -> None:
 
 
 def test_a_block_is_held_until_it_left_every_tier() -> None:
-    holdings = Holdings()
+    holdings = Holdings(secret=1)
     follower = Follower(0, holdings)
     chain = chain_of(tokens(3), SIZE)
     follower.take([BlockStored([b"k"], None, [3] * SIZE, SIZE, None, "GPU", None)])
@@ -129,7 +129,7 @@ def test_a_block_is_held_until_it_left_every_tier() -> None:
 
 def test_groups_of_vllm_that_keep_windows_or_states_dont_remove_kv() -> None:
     """Their blocks have the same hashes as those with KV."""
-    holdings = Holdings()
+    holdings = Holdings(secret=1)
     follower = Follower(0, holdings)
     chain = chain_of(tokens(3), SIZE)
 

@@ -17,6 +17,7 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
+from stemma.cluster.holdings import Holdings
 from stemma.cluster.routers import ROUTERS, Ask, Placements
 from stemma.errors import ConfigError
 from stemma.lab.replay import Progress, TraceCache, replay
@@ -117,7 +118,7 @@ class _Run:
     def __init__(self, trace: Trace, router: str, cluster: Cluster) -> None:
         self._trace = trace
         self._cluster = cluster
-        self._placements = Placements(ROUTERS[router](), cluster.num_replicas)
+        self._placements = Placements(ROUTERS[router](), cluster.num_replicas, Holdings(secret=0))
         self._random = random.Random(0)
         self._evicted: list[int] = []
         self._caches = [
