@@ -11,6 +11,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all agents check bench soak clean
 
+# Packages beside the core: each is installed by whoever wants it.
+GUESTS := packages/lab
+
 $(VENV)/.base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Stemma needs Python 3.11 or newer: make PYTHON=...")'
 	.ci/make-venv $(PYTHON) $(VENV)
@@ -18,8 +21,8 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(INSTALL) -e .
 	touch $@
 
-$(VENV)/.test: $(VENV)/.base
-	$(INSTALL) -e '.[dev,clients,lab,cuda,redis,mooncake,events,otel,postgres,ray,envoy,vision]'
+$(VENV)/.test: $(VENV)/.base $(GUESTS:%=%/pyproject.toml)
+	$(INSTALL) -e '.[dev,clients,dashboard,cuda,redis,mooncake,events,otel,postgres,ray,envoy,vision]' $(GUESTS:%=-e %)
 	.ci/system-packages
 	touch $@
 

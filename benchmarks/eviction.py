@@ -16,11 +16,11 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from stemma.lab.policies.registry import LAB_POLICIES
-from stemma.lab.policies.registry import make_lab_policy as make_policy
 from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.prefix.radix import RadixIndex
+from stemma_lab.policies.registry import LAB_POLICIES
+from stemma_lab.policies.registry import make_lab_policy as make_policy
 
 PROMPT_BLOCKS = 16
 NUM_ACCESSES = 200_000

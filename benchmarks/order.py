@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from stemma.lab.order import ORDERS, Server, replay_order
-from stemma.lab.savings import PrefillModel
-from stemma.lab.traces.columns import Trace, collect
-from stemma.lab.traces.request import TraceRequest
+from stemma_lab.order import ORDERS, Server, replay_order
+from stemma_lab.savings import PrefillModel
+from stemma_lab.traces.columns import Trace, collect
+from stemma_lab.traces.request import TraceRequest
 
 BLOCK_SIZE = 512
 SUBJECTS, QUESTIONS = 57, 20

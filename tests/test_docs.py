@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from stemma.cli import COMMANDS, load_command
+from stemma.cli import COMMANDS, guest_commands, load_command
 from stemma.config.loading import setting_fields
 from stemma.config.sizes import parse_size
 from stemma.engine.async_engine import JOINING_INTERVAL_S
@@ -97,7 +97,7 @@ def flags_by_command() -> dict[str, set[str]]:
         for sub, inner in getattr(command, "commands", {}).items():
             visit(f"{name} {sub}", inner)
 
-    for name in COMMANDS:
+    for name in COMMANDS | guest_commands():
         visit(name, load_command(name))
     return found
 

@@ -1,4 +1,4 @@
-"""Tests and benchmarks use only public names of stemma, and no test module is imported by another.
+"""Tests, benchmarks and guests use only public names of stemma, and no test module is imported by another.
 
 Ruff (SLF) sees accesses to private names; this, what ruff can't.
 """
@@ -23,7 +23,7 @@ def is_private(name: str) -> bool:
 def private_names(source: str) -> Iterator[str]:
     """Yield private names that are imported from stemma, or named as strings to what patches and reads."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "stemma":
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stemma"):
             names = [f"{node.module}.{one.name}" for one in node.names]
         elif isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -55,7 +55,8 @@ def test_helpers_stand_in_modules_of_their_own() -> None:
     """A test module's names are its own: what two need stands in a module that says what it is."""
     found = {
         str(path.relative_to(ROOT)): names
-        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for folder in ("tests", "packages")
+        for path in sorted((ROOT / folder).rglob("*.py"))
         if path.name != Path(__file__).name and (names := list(imported_tests(path.read_text())))
     }
     assert found == {}
@@ -78,7 +79,7 @@ def test_imports_of_tests_that_it_finds(source: str, module: str) -> None:
 def test_no_private_name_is_imported_or_patched() -> None:
     found = {
         str(path.relative_to(ROOT)): names
-        for folder in ("tests", "benchmarks")
+        for folder in ("tests", "benchmarks", "packages")
         for path in sorted((ROOT / folder).rglob("*.py"))
         if (names := list(private_names(path.read_text())))
     }
@@ -98,3 +99,22 @@ def test_no_private_name_is_imported_or_patched() -> None:
 )
 def test_what_it_finds(source: str) -> None:
     assert list(private_names(source))
+
+
+def test_the_cores_tests_need_no_guest() -> None:
+    """Who installs the core alone can test it."""
+    guests = re.compile(r"\b(stemma_[a-z]+|packages\.[a-z]+)\b")
+    found = {
+        str(path.relative_to(ROOT)): sorted(named)
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if (named := {name for name in _imports(path.read_text()) if guests.match(name)})
+    }
+    assert found == {}
+
+
+def _imports(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""

@@ -267,7 +267,7 @@ def test_without_plotly_the_page_says_what_to_install(shown: Served, monkeypatch
     monkeypatch.setitem(sys.modules, "plotly", None)
     answer = httpx.get(f"{shown.url}/dashboard/plotly.js")
     assert answer.status_code == 404
-    assert "stemma[dashboard]" in answer.json()["error"]["message"]
+    assert "stemma-llm[dashboard]" in answer.json()["error"]["message"]
 
 
 HEADERS = {"authorization": f"Bearer {KEY}"}

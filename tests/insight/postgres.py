@@ -31,7 +31,7 @@ def _user() -> str | None:
 def missing_for_postgres() -> str | None:
     """What is missing, as a reason to skip; None: nothing."""
     if importlib.util.find_spec("psycopg") is None:
-        return "needs psycopg (pip install 'stemma[postgres]')"
+        return "needs psycopg (pip install 'stemma-llm[postgres]')"
     if _program("initdb") is None or _program("postgres") is None:
         return "needs PostgreSQL (Debian: apt-get install postgresql)"
     return None

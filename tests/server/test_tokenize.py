@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import httpx
 import pytest
 
+from stemma import __version__
 from tests.server.scripted_engine import ScriptedEngine
 
 
@@ -64,4 +63,4 @@ async def test_bad_input(client: httpx.AsyncClient, path: str, body: dict[str, o
 
 
 async def test_version(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/version")).json() == {"version": version("stemma")}
+    assert (await client.get("/version")).json() == {"version": __version__}

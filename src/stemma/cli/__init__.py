@@ -1,4 +1,4 @@
-"""The ``stemma`` command; one file (or package) per subcommand.
+"""The ``stemma`` command; one file (or package) per subcommand, and those of packages.
 
 A subcommand is imported only when it runs, so that ``--help`` needs neither torch nor transformers.
 """
@@ -6,96 +6,118 @@ A subcommand is imported only when it runs, so that ``--help`` needs neither tor
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from stemma.errors import StemmaError
+from stemma.errors import ConfigError, StemmaError
 
 EXIT_USAGE = 2
+Commands = dict[str, tuple[str, str]]
+"""By name: where the command is (a function or a group of commands), and its help."""
 
-COMMANDS = {
+COMMANDS: Commands = {
     "serve": (
-        "serve:command",
+        "stemma.cli.serve:command",
         "Serve a Hugging Face checkpoint, or `demo`: OpenAI's API, TGI's /generate, metrics.",
     ),
-    "chat": ("chat:command", "Chat in the terminal; after each answer, how many tokens came from the cache."),
+    "chat": (
+        "stemma.cli.chat:command",
+        "Chat in the terminal; after each answer, how many tokens came from the cache.",
+    ),
     "launch": (
-        "launch:command",
+        "stemma.cli.launch:command",
         "Run a coding agent against a running server: claude, codex or opencode.",
     ),
     "bench": (
-        "bench:command",
+        "stemma.cli.bench:command",
         "Measure a server: first token, tokens per second, and how much of the prompts came from its cache.",
     ),
     "eval": (
-        "evaluate:command",
+        "stemma.cli.evaluate:command",
         "Score a model: perplexity of a text, answers to MMLU's questions, computed anew and from the cache.",
     ),
-    "demo": ("demo:command", "Show the prefix cache at work on a small model, in under a minute."),
+    "demo": ("stemma.cli.demo:command", "Show the prefix cache at work on a small model, in under a minute."),
     "doctor": (
-        "doctor:command",
+        "stemma.cli.doctor:command",
         "Print what a bug report needs: kernels, memory, versions, tiers. Takes the flags of serve.",
     ),
-    "replay": (
-        "replay:replay_command",
-        "Replay a trace through the index and the eviction policies that serve requests.",
-    ),
-    "advise": (
-        "advise:command",
-        "Say what to change for this traffic: memory, tiers, policy, prompts, or the cache itself.",
-    ),
-    "plan": (
-        "plan:command",
-        "Predict hit ratio, time to first token and cost of tiers of given sizes for recorded traffic.",
-    ),
-    "order": (
-        "order:command",
-        "Replay a trace with a service-time model: hits and waiting by scheduling order.",
-    ),
-    "lab": ("lab:app", "Compare eviction policies on traces; run the router before simulated servers."),
     "route": (
-        "route:command",
+        "stemma.cli.route:command",
         "Send each request to the best of equal servers, or to a prefill and then to a decode server.",
     ),
-    "cluster": ("cluster:app", "Several engines of one model, started from one file."),
+    "cluster": ("stemma.cli.cluster:app", "Several engines of one model, started from one file."),
     "usage": (
-        "usage:command",
+        "stemma.cli.usage:command",
         "Sum the usage ledger: hit and miss tokens by tier, output tokens, and costs if prices are given.",
     ),
     "explain": (
-        "explain:command",
+        "stemma.cli.explain:command",
         "Tell what a request got from the cache, where it parts from what is cached, and why.",
     ),
     "top": (
-        "top:command",
+        "stemma.cli.top:command",
         "Show requests, hits by tier, tiers and tenants of a running server. q or Ctrl-C ends it.",
     ),
-    "cache": ("cache:app", "Inspect and clean disk caches, export and import prefixes."),
-    "keys": ("keys:app", "API keys and the tenants that they belong to."),
-    "pool": ("pool:app", "Blocks shared by machines."),
-    "config": ("config:app", "Check a configuration file, explain a setting or a key."),
-    "certs": ("certs:app", "Make certificates to try HTTPS with."),
+    "cache": ("stemma.cli.cache:app", "Inspect and clean disk caches, export and import prefixes."),
+    "keys": ("stemma.cli.keys:app", "API keys and the tenants that they belong to."),
+    "config": ("stemma.cli.config:app", "Check a configuration file, explain a setting or a key."),
+    "certs": ("stemma.cli.certs:app", "Make certificates to try HTTPS with."),
 }
-"""By name: where in this package the command is (a function or a group of commands), and its help."""
+"""Of the core."""
+GUESTS = {"stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool")}
+"""Packages of this repository that bring further commands, and their names: what to install for one."""
+GROUP = "stemma.commands"
+"""Of entry points, one a package: a dictionary such as `COMMANDS`, in a module that imports little."""
 
 
 class LazyCommands(TyperGroup):
     """Holds names and help of all commands, and imports the one that is called."""
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands: the core's, then those of packages, as these stand."""
+        for name, (_, help_text) in guest_commands().items():
+            self.commands.setdefault(name, _placeholder(name, help_text))
+        return super().list_commands(ctx)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the command that is called, and resolve it as typer does."""
-        if args[0] in COMMANDS:
-            self.commands[args[0]] = load_command(args[0])
+        """Import the command that is called, and resolve it as typer does.
+
+        Raises ConfigError if it belongs to a package that isn't installed.
+        """
+        name = args[0]
+        if name in COMMANDS or name in guest_commands():
+            self.commands[name] = load_command(name)
+        for package, names in GUESTS.items():
+            if name in names and name not in self.commands:
+                folder = package.replace("stemma-", "packages/")
+                raise ConfigError(
+                    f"stemma {name} comes with {package}, which isn't installed: pip install {package}, "
+                    f"or in Stemma's repository pip install ./{folder}"
+                )
         return super().resolve_command(ctx, args)
+
+
+@cache
+def guest_commands() -> Commands:
+    """Return the commands of installed packages. None takes the place of one of the core's."""
+    found: Commands = {}
+    for point in entry_points(group=GROUP):
+        try:
+            found.update(point.load())
+        except ImportError as error:
+            typer.echo(f"warning: the commands of {point.value} can't be imported: {error}", err=True)
+    return {name: command for name, command in found.items() if name not in COMMANDS}
 
 
 def load_command(name: str) -> Any:
     """Import a subcommand and return it as typer runs it."""
-    module, attribute = COMMANDS[name][0].split(":")
-    target = getattr(import_module(f"stemma.cli.{module}"), attribute)
+    module, attribute = (COMMANDS.get(name) or guest_commands()[name])[0].split(":")
+    target = getattr(import_module(module), attribute)
     if isinstance(target, typer.Typer):
         return typer.main.get_group(target)
     single = typer.Typer(add_completion=False)
@@ -112,6 +134,12 @@ def make_app() -> typer.Typer:
     for name, (_, help_text) in COMMANDS.items():
         app.command(name, help=help_text)(_not_loaded)
     return app
+
+
+def _placeholder(name: str, help_text: str) -> Any:
+    app = typer.Typer(add_completion=False)
+    app.command(name, help=help_text)(_not_loaded)
+    return typer.main.get_command(app)
 
 
 def _not_loaded() -> None:

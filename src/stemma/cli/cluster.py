@@ -58,7 +58,7 @@ def serve_replicas(read: Callable[[], ClusterFile], *, insecure: bool = False) -
     if cluster.replicas is None:
         raise ConfigError("this file has no replicas: `stemma cluster up` starts prefill and decode")
     if find_spec("ray") is None or find_spec("zmq") is None:
-        raise ConfigError("replicas need Ray Serve: pip install 'stemma[ray]'")
+        raise ConfigError("replicas need Ray Serve: pip install 'stemma-llm[ray]'")
     from stemma.server.replicas import keep_ray_local, send_rays_token
 
     if cluster.replicas.ray.address is None:

@@ -369,7 +369,7 @@ def open_kv_events(
     try:
         from stemma.kv_events.publisher import KVEventPublisher
     except ImportError as error:
-        raise ConfigError("kv_events needs ZMQ: pip install 'stemma[events]'") from error
+        raise ConfigError("kv_events needs ZMQ: pip install 'stemma-llm[events]'") from error
     return KVEventPublisher(
         settings.kv_events,
         settings.kv_events_replay,

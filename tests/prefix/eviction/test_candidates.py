@@ -1,6 +1,5 @@
 import tracemalloc
 
-from stemma.lab.policies.ghosts import GhostQueue
 from stemma.prefix.eviction.candidates import CandidateHeap
 
 
@@ -26,14 +25,3 @@ def test_memory_is_that_of_the_candidates() -> None:
     tracemalloc.stop()
     assert len(heap) == 1
     assert held < 1 << 16  # 50,000 entries would take 2 MB
-
-
-def test_ghosts_are_the_latest() -> None:
-    ghosts = GhostQueue()
-    for fingerprint in (1, 2, 3, 1, 4):
-        ghosts.remember(fingerprint, 3)
-    assert [fingerprint in ghosts for fingerprint in (1, 2, 3, 4)] == [True, False, True, True]
-    ghosts.recall(3)
-    assert len(ghosts) == 2
-    ghosts.remember(9, 0)
-    assert len(ghosts) == 0

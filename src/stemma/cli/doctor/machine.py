@@ -14,7 +14,16 @@ from stemma.memory.device.sizing import free_bytes
 from stemma.native.cores import affinity_cores, quota_cores
 from stemma.native.process_memory import resident_bytes
 
-_PACKAGES = ("stemma", "torch", "transformers", "numpy", "safetensors", "tokenizers", "fastapi", "uvicorn")
+_PACKAGES = (
+    "stemma-llm",
+    "torch",
+    "transformers",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "fastapi",
+    "uvicorn",
+)
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY", "LD_PRELOAD")
 CUDA_STATE = "the CUDA path has run twice, on an H100: small models, no ranks"
 

@@ -18,7 +18,7 @@ export class Charts {
         const script = document.createElement("script");
         script.src = "/dashboard/plotly.js";
         script.onload = done;
-        script.onerror = () => failed(new Error("charts need plotly: pip install 'stemma[dashboard]'"));
+        script.onerror = () => failed(new Error("charts need plotly: pip install 'stemma-llm[dashboard]'"));
         document.head.append(script);
       });
       this.isReady = true;

@@ -20,7 +20,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Of an animation the first frame is taken."""
 _DIGESTED_ROWS = 64
 """Rows of an image that are copied at once for its digest."""
-NEEDS_PILLOW = "images need Pillow: pip install 'stemma[vision]'"
+NEEDS_PILLOW = "images need Pillow: pip install 'stemma-llm[vision]'"
 
 
 READING_BYTES_PER_PIXEL = 20

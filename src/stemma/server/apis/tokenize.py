@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma import __version__
 from stemma.errors import InvalidRequest
 from stemma.model.vision.prompt import vocabulary_ids
 from stemma.server.admission.answers import ENTRY_BYTES, LISTED_ID_BYTES, LONG_TEXT_BYTES
@@ -29,7 +29,7 @@ mindie_router = Router(tgi_error)
 @router.get("/version", TENANT)
 async def server_version(request: Request) -> Response:
     """The version of Stemma."""
-    return json_response({"version": version("stemma")})
+    return json_response({"version": __version__})
 
 
 @mindie_router.post("/v1/tokenizer", TENANT, openapi_extra=takes(TokenizerRequest))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma import __version__
 from stemma.errors import InvalidRequest, UnknownModel
 from stemma.server.access import BYTES_TYPE, JSON_TYPE, owner_of
 from stemma.server.answers.finish import finish_reason
@@ -65,9 +65,7 @@ async def server_metadata(request: Request) -> Response:
             "max_prefill_batch_size": scheduler.seats,
             "max_prefill_tokens": scheduler.max_batch_tokens,
         }
-    return json_response(
-        {"name": server_name(context), "version": version("stemma"), "extensions": extensions}
-    )
+    return json_response({"name": server_name(context), "version": __version__, "extensions": extensions})
 
 
 @router.get("/models/{model}", TENANT)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MAX_PATH_CHARS = 200
 _NS = 1_000_000_000
-_INSTALL = "traces need OpenTelemetry: pip install 'stemma[otel]'"
+_INSTALL = "traces need OpenTelemetry: pip install 'stemma-llm[otel]'"
 _HTTP_ERROR = 500
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma import __version__
 from stemma.engine.api import EngineStats
 from stemma.errors import Forbidden, InvalidRequest, UnknownModel
 from stemma.server.errors import json_response, openai_error, tgi_error
@@ -137,7 +137,7 @@ async def info(request: Request) -> Response:
     return json_response(
         {
             "docker_label": None,
-            "version": version("stemma"),
+            "version": __version__,
             "max_batch_total_tokens": scheduler.max_batch_tokens,
             "max_best_of": scheduler.seats,
             "max_concurrent_requests": scheduler.max_waiting + scheduler.seats,

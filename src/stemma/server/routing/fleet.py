@@ -125,7 +125,7 @@ def create_fleet_app(
     picker = None
     if endpoint_picker is not None:
         if find_spec("envoy_data_plane") is None or find_spec("grpc_health") is None:
-            raise ConfigError("an endpoint picker needs gRPC: pip install 'stemma[envoy]'")
+            raise ConfigError("an endpoint picker needs gRPC: pip install 'stemma-llm[envoy]'")
         check_endpoints(server.url for server in source.entries if server.dns_name is None)
         picker = endpoint_picker, options.max_body_bytes, options.body_memory
     return create_proxy_app(FleetProxy(served, Relay(client, options), picker), options)

@@ -98,7 +98,7 @@ class MooncakePool(PoolBackend):
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as error:
             raise ConfigError(
-                f"pool mooncake: {error}; pip install 'stemma[mooncake]', and Debian needs libibverbs1"
+                f"pool mooncake: {error}; pip install 'stemma-llm[mooncake]', and Debian needs libibverbs1"
             ) from error
         if not _answers(self._master):
             raise StorageError(f"pool mooncake: no master answers at {self._master}")

@@ -22,7 +22,7 @@ try:
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 except ImportError as error:
-    raise ConfigError("pool redis needs the redis package: pip install 'stemma[redis]'") from error
+    raise ConfigError("pool redis needs the redis package: pip install 'stemma-llm[redis]'") from error
 
 
 class RedisConfig(PoolConfig):

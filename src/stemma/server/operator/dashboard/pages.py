@@ -19,7 +19,7 @@ from stemma.server.web.assets import asset
 router = Router(openai_error)
 _PAGES = "stemma.insight.page"
 _FILES = frozenset({"style.css", "app.js", "charts.js", "tree.js", "feed.js"})
-NO_PLOTLY = "charts need plotly: pip install 'stemma[dashboard]'"
+NO_PLOTLY = "charts need plotly: pip install 'stemma-llm[dashboard]'"
 
 
 @router.get("/dashboard", PUBLIC, sends=("text/html",))
