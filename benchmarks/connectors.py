@@ -101,7 +101,8 @@ def server_with(python: Path, checkpoint: Path, transfer: dict[str, Any] | None)
     """Return vLLM, eager and with a connector."""
     plain = vllm(python, checkpoint, 2, eager=True)
     extra = () if transfer is None else ("--kv-transfer-config", json.dumps(transfer))
-    source = str(Path(__file__).parents[1] / "src")
+    root = Path(__file__).parents[1]
+    source = f"{root / 'src'}:{root / 'packages/connect/src'}"
     environment = {**plain.environment, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": source}
     return replace(plain, command=(*plain.command, *extra), environment=environment)
 
@@ -117,7 +118,7 @@ def served(server: Server) -> Iterator[Client]:
 def with_tiers(python: Path, checkpoint: Path, root: Path, *, has_host: bool) -> Server:
     transfer = {
         "kv_connector": "StemmaConnector",
-        "kv_connector_module_path": "stemma.connectors.vllm",
+        "kv_connector_module_path": "stemma_connect.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {

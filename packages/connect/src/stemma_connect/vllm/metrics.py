@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from stemma.connectors.vllm.worker import total_of
+from stemma_connect.vllm.worker import total_of
 
 _SERIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "loaded_blocks": ("Blocks loaded for a request", ("tier",)),

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from stemma.config.settings import PoolSettings
-from stemma.connectors.settings import StorageSettings
 from stemma.errors import StemmaError
 from stemma.memory.tiers.block_store import BlockPut, BlockStore, PutResult, ReadResult
 from stemma.memory.tiers.opening import open_disk
@@ -16,6 +15,7 @@ from stemma.memory.tiers.pool.opening import open_pool
 from stemma.memory.tiers.pool.reads import BATCH_BLOCKS
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace
 from stemma.types import BlockKey
+from stemma_connect.settings import StorageSettings
 
 _SWEEP_EVERY_S = 60.0
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from packages.connect.tests.vllm.served import VllmServer, run_vllm, vllm_python
+from tests.checkpoints import build
 
 from stemma.memory.tiers.disk.record import RECORD_BYTES
 from stemma.memory.tiers.disk.spaces import read_manifest
-from tests.checkpoints import build
-from tests.connectors.vllm.served import VllmServer, run_vllm, vllm_python
 
 pytestmark = pytest.mark.slow
 NUM_BLOCKS = 18

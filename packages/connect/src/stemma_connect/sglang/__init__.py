@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stemma.connectors.sglang.storage import StemmaStorage
+    from stemma_connect.sglang.storage import StemmaStorage
 
 __all__ = ["StemmaStorage"]
 
@@ -16,7 +16,7 @@ __all__ = ["StemmaStorage"]
 def __getattr__(name: str) -> Any:
     """Import the backend on first use: only that module needs SGLang."""
     if name == "StemmaStorage":
-        from stemma.connectors.sglang.storage import StemmaStorage
+        from stemma_connect.sglang.storage import StemmaStorage
 
         return StemmaStorage
-    raise AttributeError(f"module 'stemma.connectors.sglang' has no attribute {name!r}")
+    raise AttributeError(f"module 'stemma_connect.sglang' has no attribute {name!r}")

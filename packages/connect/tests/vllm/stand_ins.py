@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stemma.connectors.vllm.lookup import Lookup
-from stemma.connectors.vllm.scheduler import VllmRequest
 from stemma.prefix.keys import KeySpace
 from stemma.types import BlockKey, Tier
+from stemma_connect.vllm.lookup import Lookup
+from stemma_connect.vllm.scheduler import VllmRequest
 
 BLOCK_SIZE = 4
 SPACE = KeySpace("weights", "vllm 0:layout", BLOCK_SIZE)

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-SOURCE = Path(__file__).parents[3] / "src"
+ROOT = Path(__file__).parents[4]
+SOURCES = f"{ROOT / 'src'}:{ROOT / 'packages/connect/src'}"
 START_S = 400.0
 """A busy machine of two cores has taken five minutes."""
 
@@ -102,14 +103,14 @@ def start_vllm(
     if transfer is not None:
         config = {
             "kv_connector": "StemmaConnector",
-            "kv_connector_module_path": "stemma.connectors.vllm",
+            "kv_connector_module_path": "stemma_connect.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": transfer,
         }
         command += ["--kv-transfer-config", json.dumps(config)]
     environment = os.environ | {
-        "PYTHONPATH": str(SOURCE),
+        "PYTHONPATH": SOURCES,
         "VLLM_CPU_OMP_THREADS_BIND": "0-1" if (os.cpu_count() or 1) > 1 else "0",
         "VLLM_SERVER_DEV_MODE": "1",
         "HF_HUB_OFFLINE": "1",

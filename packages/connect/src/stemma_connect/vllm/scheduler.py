@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from stemma.connectors.vllm.lookup import Lookup
-from stemma.connectors.vllm.work import LoadWork, StepWork
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.prefix.keys import ChainRoots, KeySpace, Namespace
 from stemma.types import BlockKey, Tier, as_tokens
+from stemma_connect.vllm.lookup import Lookup
+from stemma_connect.vllm.work import LoadWork, StepWork
 
 
 class VllmRequest(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stemma.connectors.settings import ConnectorSettings
 from stemma.errors import ConfigError
+from stemma_connect.settings import ConnectorSettings
 
 
 def test_settings_become_those_of_the_tiers():

@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from tests.checkpoints import build
 
 pytestmark = pytest.mark.slow
@@ -19,9 +18,10 @@ def test_sglang_stores_and_reads_pages(tmp_path: Path):
         pytest.skip("STEMMA_SGLANG_PYTHON names no interpreter that has sglang (docs/connectors.md)")
     checkpoint = build("llama", tmp_path / "model")
     script = Path(__file__).with_name("run_in_sglang.py")
+    root = Path(__file__).parents[4]
     ended = subprocess.run(
         [str(python), str(script), str(checkpoint), str(tmp_path / "disk")],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3] / "src")},
+        env=os.environ | {"PYTHONPATH": f"{root / 'src'}:{root / 'packages/connect/src'}"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -8,13 +8,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
 
-from stemma.connectors.settings import ConnectorSettings
-from stemma.connectors.vllm.lookup import TierLookup
-from stemma.connectors.vllm.work import LoadWork, StepWork
 from stemma.memory.device.copy import BlockCopy
 from stemma.memory.tiers.opening import open_tiers
 from stemma.prefix.keys import KeySpace
 from stemma.supervision import Supervisor
+from stemma_connect.settings import ConnectorSettings
+from stemma_connect.vllm.lookup import TierLookup
+from stemma_connect.vllm.work import LoadWork, StepWork
 
 _PROMPT_SHARE = 0.9
 """A step with at least this share of prompt tokens measures what computing a prompt costs."""

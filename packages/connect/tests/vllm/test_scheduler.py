@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from packages.connect.tests.vllm.stand_ins import BLOCK_SIZE, SPACE, FakeLookup, Request
 
-from stemma.connectors.vllm.scheduler import SchedulerSide
-from stemma.connectors.vllm.work import StepWork
 from stemma.prefix.keys import Namespace, chain_keys
 from stemma.types import Tier, as_tokens
-from tests.connectors.vllm.stand_ins import BLOCK_SIZE, SPACE, FakeLookup, Request
+from stemma_connect.vllm.scheduler import SchedulerSide
+from stemma_connect.vllm.work import StepWork
 
 
 def keys_of(tokens, salt=""):

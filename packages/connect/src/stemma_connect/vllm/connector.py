@@ -19,18 +19,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from stemma.connectors.settings import ConnectorSettings
-from stemma.connectors.vllm.blocks import VllmBlocks
-from stemma.connectors.vllm.cores import on_all_cores
-from stemma.connectors.vllm.identity import key_space, model_directory, numeric_fields, require_supported
-from stemma.connectors.vllm.lookup import LookupClient, LookupServer, socket_path
-from stemma.connectors.vllm.metrics import StemmaPromMetrics, StemmaStats
-from stemma.connectors.vllm.scheduler import SchedulerSide
-from stemma.connectors.vllm.work import StepWork
-from stemma.connectors.vllm.worker import WorkerSide
 from stemma.errors import ConfigError
 from stemma.supervision import LoggingSupervisor
 from stemma.types import Tier
+from stemma_connect.settings import ConnectorSettings
+from stemma_connect.vllm.blocks import VllmBlocks
+from stemma_connect.vllm.cores import on_all_cores
+from stemma_connect.vllm.identity import key_space, model_directory, numeric_fields, require_supported
+from stemma_connect.vllm.lookup import LookupClient, LookupServer, socket_path
+from stemma_connect.vllm.metrics import StemmaPromMetrics, StemmaStats
+from stemma_connect.vllm.scheduler import SchedulerSide
+from stemma_connect.vllm.work import StepWork
+from stemma_connect.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -66,7 +66,7 @@ class StatePool:
 def open_backend(model: str, disk: str, pool: HostPool, others: dict[PoolName, Any] | None = None) -> Any:
     extra = {
         "backend_name": "stemma",
-        "module_path": "stemma.connectors.sglang",
+        "module_path": "stemma_connect.sglang",
         "class_name": "StemmaStorage",
         "interface_v1": 1,
         "stemma": {"disk_cache": disk, "disk_cache_size": "20MB"},

@@ -13,9 +13,8 @@ from functools import partial
 import httpx
 import numpy as np
 import pytest
-
+from packages.connect.tests.vllm.served import START_S, VllmServer, free_port, start_vllm, vllm_python
 from tests.checkpoints import build
-from tests.connectors.vllm.served import START_S, VllmServer, free_port, start_vllm, vllm_python
 
 pytestmark = pytest.mark.slow
 KEY = "s3cret-of-the-operator"

@@ -26,11 +26,11 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from stemma.connectors.settings import StorageSettings
-from stemma.connectors.sglang.pages import PageStores
 from stemma.errors import ConfigError, StemmaError
 from stemma.model.fingerprint import model_fingerprint
 from stemma.prefix.keys import KeySpace
+from stemma_connect.settings import StorageSettings
+from stemma_connect.sglang.pages import PageStores
 
 logger = logging.getLogger(__name__)
 

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from packages.connect.tests.vllm.stand_ins import BLOCK_SIZE, SPACE
+from tests.memory.recording_supervisor import RecordingSupervisor
 
-from stemma.connectors.settings import ConnectorSettings
-from stemma.connectors.vllm.blocks import VllmBlocks
-from stemma.connectors.vllm.cores import on_all_cores
-from stemma.connectors.vllm.lookup import Lookup, LookupClient, LookupServer, socket_path
-from stemma.connectors.vllm.work import LoadWork, StepWork
-from stemma.connectors.vllm.worker import WorkerSide
 from stemma.errors import ConfigError, StorageError
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.disk.record import RECORD_BYTES
 from stemma.memory.tiers.disk.spaces import read_manifest
 from stemma.prefix.keys import DEFAULT_NAMESPACE, chain_keys
 from stemma.types import Tier, as_tokens
-from tests.connectors.vllm.stand_ins import BLOCK_SIZE, SPACE
-from tests.memory.recording_supervisor import RecordingSupervisor
+from stemma_connect.settings import ConnectorSettings
+from stemma_connect.vllm.blocks import VllmBlocks
+from stemma_connect.vllm.cores import on_all_cores
+from stemma_connect.vllm.lookup import Lookup, LookupClient, LookupServer, socket_path
+from stemma_connect.vllm.work import LoadWork, StepWork
+from stemma_connect.vllm.worker import WorkerSide
 
 NUM_BLOCKS = 8
 ROOT = SPACE.root(DEFAULT_NAMESPACE)

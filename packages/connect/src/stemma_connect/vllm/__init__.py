@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stemma.connectors.vllm.connector import StemmaConnector
+    from stemma_connect.vllm.connector import StemmaConnector
 
 __all__ = ["StemmaConnector"]
 
@@ -19,7 +19,7 @@ __all__ = ["StemmaConnector"]
 def __getattr__(name: str) -> Any:
     """Import the connector on first use: only that module needs vLLM."""
     if name == "StemmaConnector":
-        from stemma.connectors.vllm.connector import StemmaConnector
+        from stemma_connect.vllm.connector import StemmaConnector
 
         return StemmaConnector
-    raise AttributeError(f"module 'stemma.connectors.vllm' has no attribute {name!r}")
+    raise AttributeError(f"module 'stemma_connect.vllm' has no attribute {name!r}")

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.memory.manual_clock import ManualClock
 
-from stemma.connectors.settings import StorageSettings
-from stemma.connectors.sglang.pages import PageStores
 from stemma.errors import ConfigError
 from stemma.memory.tiers.disk.record import RECORD_BYTES
 from stemma.memory.tiers.disk.spaces import read_manifest
 from stemma.prefix.keys import KeySpace
-from tests.memory.manual_clock import ManualClock
+from stemma_connect.settings import StorageSettings
+from stemma_connect.sglang.pages import PageStores
 
 PAGE = 4096
 NAMES = [f"{n:064x}" for n in range(6)]
