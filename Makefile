@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-all agents check bench soak clean
 
 # Packages beside the core: each is installed by whoever wants it.
-GUESTS := packages/lab packages/connect
+GUESTS := packages/lab packages/connect packages/mindie
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Stemma needs Python 3.11 or newer: make PYTHON=...")'

@@ -24,7 +24,7 @@ NEVER_AT_START = (
     *("transformers.modeling_utils", "transformers.generation.utils", "transformers.quantizers"),
     *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "accelerate"),
     *("scipy", "pandas", "peft", "plotly", "sqlalchemy", "ray", "cryptography", "gguf", "compressed_tensors"),
-    *("stemma.config.mindie", "stemma_lab", "stemma.cluster", "stemma_connect"),
+    *("stemma_mindie.config", "stemma_lab", "stemma.cluster", "stemma_connect"),
 )
 """What a server of a plain dense model needs only if it is asked to do more."""
 HEAVY = ("torch", "transformers", "numpy", "fastapi", "pydantic", "sqlalchemy", "httpx", "stemma.config")

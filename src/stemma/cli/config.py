@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from stemma.config.loading import ENV_PREFIX, SettingField, flag_of, load_settings, setting_fields
-from stemma.config.mindie.explain import KeyRow, key_rows
+from stemma.config.readers import WORKS, KeyRow, installed_readers
 from stemma.config.settings import EngineSettings, Settings
 from stemma.errors import ConfigError
 from stemma.model.located import is_here, present_path
@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, help="Check a configuration file, explai
 
 @app.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="TOML, or MindIE's config.json.")],
+    file: Annotated[Path, typer.Argument(help="TOML, YAML, or MindIE's config.json (stemma-mindie).")],
 ) -> None:
     """Do what `stemma serve --config FILE` does before it reads weights; exit status 2 where it would end."""
     console = Console(soft_wrap=True, highlight=False)
@@ -81,27 +81,29 @@ def _room(engine: EngineSettings) -> list[str]:
 @app.command()
 def explain(
     key: Annotated[
-        str | None, typer.Argument(help="A setting (block_size) or a MindIE key (cacheBlockSize); none: all.")
+        str | None,
+        typer.Argument(help="A setting (block_size) or a key of MindIE's (cacheBlockSize)."),
     ] = None,
 ) -> None:
     """Say what a setting or a key of MindIE's config.json means: range, default, what it does here."""
     console = Console(soft_wrap=True, highlight=False)
-    rows, fields = key_rows(), setting_fields()
+    fields = setting_fields()
+    rows = [(reader.server, row) for reader in installed_readers() for row in reader.rows()]
     if key is None:
         for setting in fields.values():
             console.print(f"{setting.name}: {escape(_help(setting))}")
-        for row in rows:
+        for _, row in rows:
             console.print(f"{row.name}: {row.does}, {escape(row.detail)}")
         return
     wanted = key.rpartition(".")[2]
-    found = [row for row in rows if row.key == wanted and (row.name.endswith(key))]
+    found = [(of, row) for of, row in rows if row.key == wanted and row.name.endswith(key)]
     flat = wanted.removeprefix(ENV_PREFIX).lower().lstrip("-").replace("-", "_")
     if flat in fields:
         _print_setting(console, fields[flat])
-    for row in found:
-        _print_row(console, row)
+    for server, row in found:
+        _print_row(console, server, row)
     if flat not in fields and not found:
-        known = [*fields, *(row.key for row in rows)]
+        known = [*fields, *(row.key for _, row in rows)]
         [nearest] = difflib.get_close_matches(wanted, known, n=1, cutoff=0.0)
         raise ConfigError(f"nothing is called {key!r}; the nearest known name is {nearest!r}")
 
@@ -117,13 +119,13 @@ def _print_setting(console: Console, setting: SettingField) -> None:
     )
 
 
-def _print_row(console: Console, row: KeyRow) -> None:
-    console.print(f"[bold]{row.name}[/] (MindIE): {row.does}")
+def _print_row(console: Console, server: str, row: KeyRow) -> None:
+    console.print(f"[bold]{row.name}[/] ({server}): {row.does}")
     if row.description:
         console.print(f"  {escape(row.description)}")
     limits = f"; {row.limits}" if row.limits else ""
     console.print(f"  default: {escape(row.default)}{limits}")
-    console.print(f"  {'becomes' if row.does == 'works' else 'because'}: {escape(row.detail)}")
+    console.print(f"  {'becomes' if row.does == WORKS else 'because'}: {escape(row.detail)}")
 
 
 def _help(setting: SettingField) -> str:

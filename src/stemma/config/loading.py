@@ -1,6 +1,6 @@
 """Settings from a file, the environment and command-line flags; a flag beats a variable beats the file.
 
-The file is TOML, YAML with the same tables, or MindIE's ``config.json`` (`mindie/`).
+The file is TOML, YAML with the same tables, or another server's that a package reads (`readers.py`).
 
 A setting has one flat name everywhere: ``block_size`` is ``block_size`` in the file's ``[cache]`` table,
 ``STEMMA_BLOCK_SIZE`` in the environment and ``--block-size`` on the command line. The names come from the
@@ -22,6 +22,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from stemma.config.readers import reader_of
 from stemma.config.settings import Settings, SettingsModel
 from stemma.errors import ConfigError
 
@@ -117,7 +118,7 @@ def load_settings(
     """
     given: dict[tuple[str, ...], _Given] = {}
     if file is not None and file.suffix == ".json":
-        given.update(_from_mindie(file, environ or {}, note))
+        given.update(_from_foreign(file, environ or {}, note))
     elif file is not None:
         given.update(_from_file(file))
     if tables is not None:
@@ -192,17 +193,15 @@ def _from_tables(content: Mapping[str, Any], origin: str) -> dict[tuple[str, ...
     return given
 
 
-def _from_mindie(
+def _from_foreign(
     file: Path, environ: Mapping[str, str], note: Callable[[str], None] | None
 ) -> dict[tuple[str, ...], _Given]:
-    from stemma.config.mindie.translate import translate_mindie  # 0.1 s of every command's start
-
-    translation = translate_mindie(file, environ)
+    foreign = reader_of(file).read(file, environ)
     if note is not None:
-        for line in translation.notes:
+        for line in foreign.notes:
             note(f"{file.name}: {line}")
     fields = setting_fields()
-    return {fields[name].path: _Given(*item) for name, item in translation.values.items()}
+    return {fields[name].path: _Given(*item) for name, item in foreign.values.items()}
 
 
 def _entries(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from stemma.config.mindie.base import (
+from stemma_mindie.config.base import (
     NO_LINK,
     NO_NPU,
     OWN_SCHEDULER,
@@ -17,7 +17,7 @@ from stemma.config.mindie.base import (
     key,
     no_effect,
 )
-from stemma.config.mindie.schedule import ScheduleConfig
+from stemma_mindie.config.schedule import ScheduleConfig
 
 MAX_PLUGIN_PARAMS = 1024
 _REFUSED_POOLS = ("memcache", "unifiedcache")

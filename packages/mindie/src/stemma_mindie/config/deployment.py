@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from stemma.config.mindie.backend import ModelConfig
-from stemma.config.mindie.document import MindIEFile
 from stemma.errors import ConfigError
+from stemma_mindie.config.backend import ModelConfig
+from stemma_mindie.config.document import MindIEFile
 
 _SIZES = ("tp", "cp", "dp", "pp", "sp", "moe_tp", "moe_ep")
 

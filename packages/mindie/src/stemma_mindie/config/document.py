@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from stemma.config.json_text import JsonDocument, JsonPath, read_json
-from stemma.config.mindie.backend import BackendConfig, ModelDeployConfig
-from stemma.config.mindie.base import MindIESection, no_effect
-from stemma.config.mindie.schedule import LogConfig, ScheduleConfig
-from stemma.config.mindie.server import ServerConfig
 from stemma.errors import ConfigError
+from stemma_mindie.config.backend import BackendConfig, ModelDeployConfig
+from stemma_mindie.config.base import MindIESection, no_effect
+from stemma_mindie.config.json_text import JsonDocument, JsonPath, read_json
+from stemma_mindie.config.schedule import LogConfig, ScheduleConfig
+from stemma_mindie.config.server import ServerConfig
 
 MAX_FILE_BYTES = 10 * 2**20
 _TYPO = 0.8

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemma.config.json_text import read_json
 from stemma.errors import ConfigError
+from stemma_mindie.config.json_text import read_json
 
-AS_PRINTED = Path(__file__).parent.parent / "data" / "mindie" / "pool_as_printed.txt"
+AS_PRINTED = Path(__file__).parents[3] / "tests" / "data" / "mindie" / "pool_as_printed.txt"
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 )

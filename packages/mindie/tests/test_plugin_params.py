@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from stemma.config.plugin_params import read_plugin_params
 from stemma.config.settings import SpeculationSettings
 from stemma.errors import ConfigError
+from stemma_mindie.config.plugin_params import read_plugin_params
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from stemma.config.mindie.base import OWN_SCHEDULER, MindIESection, joint_key, key, no_effect
+from stemma_mindie.config.base import OWN_SCHEDULER, MindIESection, joint_key, key, no_effect
 
 _OBSOLETE = "obsolete: `plugin_params` with prefix_cache turns the cache on"
 _SPLITFUSE = "prefill is always cut into pieces beside decode"

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import httpx
-
-from stemma.config.loading import load_settings
 from tests.checkpoints import build_mtp
 from tests.e2e.conftest import start_server
+
+from stemma.config.loading import load_settings
 
 SEED = '{"plugin_type":"mtp,prefix_cache","num_speculative_tokens": 1}'
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stemma.config.mindie.backend import ModelConfig
-from stemma.config.mindie.base import MindIESection, settings_in
-from stemma.config.mindie.deployment import parallel_sizes
-from stemma.config.mindie.document import MindIEFile, read_mindie_config
-from stemma.config.mindie.server import ServerConfig
-from stemma.config.plugin_params import Plugins, read_plugin_params
+from stemma.config.readers import ForeignSettings
 from stemma.errors import ConfigError
+from stemma_mindie.config.backend import ModelConfig
+from stemma_mindie.config.base import MindIESection, settings_in
+from stemma_mindie.config.deployment import parallel_sizes
+from stemma_mindie.config.document import MindIEFile, read_mindie_config
+from stemma_mindie.config.plugin_params import Plugins, read_plugin_params
+from stemma_mindie.config.server import ServerConfig
 
 _ADDRESSES = {"MIES_CONTAINER_IP": "host", "MIES_CONTAINER_MANAGEMENT_IP": "management_host"}
 """Variables that beat the file's addresses."""
@@ -27,12 +28,10 @@ _TLS_PLANES = (("", "tls_"), ("management_", "management_tls_"), ("metrics_", "m
 
 
 @dataclass(slots=True)
-class Translation:
-    """Settings by flat name with the key that each came from, and notes for the operator."""
+class Translation(ForeignSettings):
+    """Settings with the key that each came from."""
 
-    file: MindIEFile
-    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    file: MindIEFile = field(kw_only=True)
 
     def put(self, name: str, value: Any, key: str) -> None:
         """Note the value of a setting, and which key of the file it came from."""
@@ -47,7 +46,7 @@ class Translation:
 def translate_mindie(path: Path, environ: Mapping[str, str]) -> Translation:
     """Read ``config.json`` and return what it means here. Raises ConfigError."""
     file = read_mindie_config(path)
-    result = Translation(file)
+    result = Translation(file=file)
     result.values["dialect"] = ("mindie", str(path))
     deploy = file.config.deploy
     for section in (file.config.server, deploy, *deploy.model_config_list, file.config.schedule):

@@ -18,8 +18,8 @@ import pytest
 
 from stemma.model.tiny import write_tiny_model
 
-PRINTED = Path(__file__).parents[1] / "data" / "mindie"
-SOURCE = Path(__file__).parents[2] / "src"
+PRINTED = Path(__file__).parents[3] / "tests" / "data" / "mindie"
+SOURCE = Path(__file__).parents[3] / "src"
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,7 +55,7 @@ def daemon(root: Path, fragment: str) -> Iterator[str]:
     certs = [sys.executable, "-m", "stemma", "certs", "dev"]
     subprocess.run(certs, cwd=root, env=environ, check=True, capture_output=True)
     process = subprocess.Popen(
-        [sys.executable, "-m", "stemma.cli.mindie_daemon"],
+        [sys.executable, "-m", "stemma_mindie.daemon"],
         cwd=root,
         env=environ,
         stdout=subprocess.PIPE,

@@ -4,37 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from stemma.config.mindie.base import MindIESection
-from stemma.config.mindie.document import MindIEConfig
+from stemma.config.readers import NO_EFFECT, WORKS, KeyRow
+from stemma_mindie.config.base import MindIESection
+from stemma_mindie.config.document import MindIEConfig
 
-WORKS, NO_EFFECT = "works", "accepted without effect"
 _BOUNDS = (("ge", "at least"), ("le", "at most"), ("max_length", "up to"))
-
-
-@dataclass(frozen=True, slots=True)
-class KeyRow:
-    """One key."""
-
-    section: str
-    key: str
-    default: str
-    limits: str
-    does: str
-    """`WORKS` or `NO_EFFECT`."""
-    detail: str
-    """The setting that it becomes, or why it has no effect."""
-    description: str
-
-    @property
-    def name(self) -> str:
-        """Section and key."""
-        return f"{self.section}.{self.key}" if self.section else self.key
 
 
 def key_rows() -> list[KeyRow]:

@@ -11,14 +11,15 @@ import pytest
 
 from stemma.config.cluster import read_cluster_file
 from stemma.config.loading import load_settings, setting_fields
-from stemma.config.mindie.document import read_mindie_config
-from stemma.config.mindie.explain import NO_EFFECT, WORKS, key_rows
-from stemma.config.mindie.translate import translate_mindie
+from stemma.config.readers import NO_EFFECT, WORKS
 from stemma.config.settings import Settings
 from stemma.errors import ConfigError
+from stemma_mindie.config.document import read_mindie_config
+from stemma_mindie.config.explain import key_rows
+from stemma_mindie.config.translate import translate_mindie
 
-PRINTED = Path(__file__).parent.parent / "data" / "mindie"
-DOCS = Path(__file__).parents[2] / "docs"
+PRINTED = Path(__file__).parents[3] / "tests" / "data" / "mindie"
+DOCS = Path(__file__).parents[3] / "docs"
 CACHE_ON = '{"plugin_type":"prefix_cache"}'
 
 Load = Callable[..., Settings]

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stemma.config.mindie.base import NO_LINK, NO_NPU, MindIESection, joint_key, key, no_effect
+from stemma_mindie.config.base import NO_LINK, NO_NPU, MindIESection, joint_key, key, no_effect
 
 _Port = Annotated[int, Field(ge=1024, le=65535)]
 _Path = Annotated[str, Field(max_length=4096)]

@@ -1,0 +1,1 @@
+"""Stemma as MindIE's users know it: its `config.json` and its start command."""
