@@ -12,11 +12,12 @@ RUN python -m venv /opt/stemma \
     && /opt/stemma/bin/pip install --no-cache-dir -c constraints.txt "$(grep '^torch==' constraints.txt)"
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY src ./src
+COPY packages ./packages
 # Extras of the package, separated by commas; with ray for replicas on Ray Serve.
 ARG EXTRAS=events
-RUN /opt/stemma/bin/pip wheel --no-cache-dir --no-deps -w /wheels . \
-    && wheel=$(find /wheels -name 'stemma-*.whl') \
-    && /opt/stemma/bin/pip install --no-cache-dir -c constraints.txt "${wheel}[${EXTRAS}]" \
+RUN /opt/stemma/bin/pip wheel --no-cache-dir --no-deps -w /wheels . ./packages/mindie \
+    && wheel=$(find /wheels -name 'stemma_llm-*.whl') \
+    && /opt/stemma/bin/pip install --no-cache-dir -c constraints.txt "${wheel}[${EXTRAS}]" /wheels/stemma_mindie-*.whl \
     && test -n "$(find /opt/stemma -path '*/stemma/native/prebuilt/*.so')"
 
 FROM python:3.11-slim-bookworm
