@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from stemma.model.demo import demo_model, missing_packages
+from stemma.model.load.demo import demo_model, missing_packages
 
 # Much of the time of imports and collection would go into looks at what they make, which all stays.
 gc.disable()

@@ -26,12 +26,12 @@ from benchmarks.checkpoint import half_billion_checkpoint
 from stemma.config.settings import ModelSettings
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.model.attention import AttentionCall
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.attention import AttentionCall
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.paged import AttentionStep
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.cpu.weights import PackedProduct
-from stemma.model.loading import load_model
-from stemma.model.paged import AttentionStep
+from stemma.model.load.loading import load_model
 from stemma.native.library import drop_kernels, load_kernels
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 64

@@ -25,7 +25,7 @@ import typer
 
 from stemma import LLM, SamplingParams
 from stemma.cli.bench.workloads import TextMaker, WorkloadOptions, few_shot
-from stemma.model.demo import demo_model
+from stemma.model.load.demo import demo_model
 
 KV_BYTES_A_TOKEN = 30 * 2 * 3 * 64 * 2
 """Of SmolLM2-135M in bfloat16."""

@@ -31,7 +31,7 @@ from stemma.cli.ready_line import READY
 from stemma.cli.server_process import ServerProcess
 from stemma.engine.llm import LLM
 from stemma.engine.sampling.params import SamplingParams
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 
 NUM_REPLICAS = 3
 NUM_CLIENTS = 6

@@ -42,8 +42,8 @@ from stemma.engine.llm import engine_settings
 from stemma.engine.sampling.params import SamplingParams
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.batch import ForwardBatch
-from stemma.model.demo import demo_model
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.load.demo import demo_model
 from stemma.native.process_memory import peak_bytes, resident_bytes
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace
 from stemma.types import TokenArray

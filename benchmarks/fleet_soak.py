@@ -29,7 +29,7 @@ import yaml
 from benchmarks.cluster_soak import KEY, Clients, free_port, prompts_of, reference
 from stemma.cli.ready_line import READY
 from stemma.cli.server_process import ServerProcess
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 
 NUM_SERVERS = 8
 NUM_CLIENTS = 6

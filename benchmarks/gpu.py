@@ -41,12 +41,12 @@ from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.pinned import host_rows
-from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import CausalLM, ModelInfo
+from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.foreign.attention import use_paged_attention
 from stemma.model.foreign.decoder import ModuleDecoder
 from stemma.model.foreign.probe import probe
+from stemma.model.opened.causal_lm import CausalLM, ModelInfo
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace
 from stemma.types import TokenArray
 

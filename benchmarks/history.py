@@ -17,7 +17,7 @@ from rich.table import Table
 
 from stemma.config.loading import load_settings
 from stemma.engine.async_engine import AsyncEngine
-from stemma.model.demo import demo_model
+from stemma.model.load.demo import demo_model
 from stemma.server.app import create_app
 
 SUBJECTS = ("a lighthouse", "bread", "the sea", "trains", "a garden", "winter", "maps", "a violin")

@@ -44,9 +44,9 @@ from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout, WindowGroup
 from stemma.memory.device.slabs import SlabAllocator
-from stemma.model.batch import ForwardBatch, StateMoves
-from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import load_model
+from stemma.model.attend.batch import ForwardBatch, StateMoves
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
 from stemma.native.library import load_kernels
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.keys import KeySpace, Namespace

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stemma import LLM, SamplingParams
-from stemma.model.demo import demo_model
+from stemma.model.load.demo import demo_model
 
 TEXTS = tuple(sorted((Path(__file__).parent.parent / "docs").glob("*.md")))
 PREFIX_TOKENS, OWN_TOKENS, NUM_SHARING = 400, 50, 5

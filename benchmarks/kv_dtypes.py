@@ -21,11 +21,11 @@ from rich.table import Table
 from benchmarks.attention import BLOCK_SIZE, Case, make_batch
 from stemma.config.settings import KVDtype, ModelSettings
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import CausalLM
-from stemma.model.demo import DEMO, resolve_checkpoint
-from stemma.model.loading import load_model
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.load.demo import DEMO, resolve_checkpoint
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
+from stemma.model.text.tokenizer import Tokenizer
 
 DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 SHORT = 16

@@ -24,8 +24,8 @@ from benchmarks.attention import BLOCK_SIZE, Case, make_batch
 from benchmarks.checkpoint import latent_checkpoint
 from stemma.config.settings import KVArrangement, KVDtype, ModelSettings
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
 
 LAYOUTS: tuple[KVArrangement, ...] = get_args(KVArrangement)
 KINDS: tuple[KVDtype, ...] = ("auto", "int8")

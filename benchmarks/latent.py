@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from benchmarks.attention import BLOCK_SIZE, Case, make_batch
 from stemma.config.settings import ModelSettings
 from stemma.memory.device.kv import DeviceKV
-from stemma.model import loading
-from stemma.model.causal_lm import CausalLM
+from stemma.model.load import loading
+from stemma.model.opened.causal_lm import CausalLM
 
 CASES = (
     Case("decode, batch 1, context 1024", [1024], [1]),

@@ -38,8 +38,8 @@ from benchmarks.versus import refuse_if_busy, wait_until_idle
 from stemma.cli.bench.driver import LoadOptions, Record, drive, negotiate
 from stemma.cli.bench.workloads import Session, TextMaker
 from stemma.cli.client import Answer, make_http
-from stemma.model.demo import demo_model
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.load.demo import demo_model
+from stemma.model.text.tokenizer import Tokenizer
 
 LEVELS = "1,4,16,64,256,1000"
 OUTPUT_TOKENS = 32

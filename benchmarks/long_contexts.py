@@ -38,8 +38,8 @@ from stemma.config.settings import ModelSettings
 from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.llm import engine_settings
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
 from stemma.native.library import load_kernels
 from stemma.types import TokenArray
 

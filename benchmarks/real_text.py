@@ -47,9 +47,9 @@ from stemma.engine.preflight import with_checkpoint
 from stemma.engine.sampling.params import SamplingParams
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import load_model
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.prefix.keys import KeySpace
 
 NUM_BLOCKS = 1024

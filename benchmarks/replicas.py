@@ -21,7 +21,7 @@ import httpx
 
 from stemma.config.cluster import ClusterFile, RaySettings, Replicas
 from stemma.config.loading import load_settings
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from stemma.server.replicas import keep_ray_local
 
 ROUTERS = (

@@ -31,7 +31,7 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.memory.tiers import transfer
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.disk.files import FileLayer
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from stemma.types import TokenArray
 
 NUM_SESSIONS = 40

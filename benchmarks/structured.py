@@ -28,7 +28,7 @@ from stemma.engine.core.engine import Engine
 from stemma.engine.llm import engine_settings
 from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
-from stemma.model.demo import demo_model
+from stemma.model.load.demo import demo_model
 
 GOAL_PERCENT = 3.0
 NUM_TOKENS = 48

@@ -37,8 +37,8 @@ from benchmarks.workloads import Probe, ProbeResult, all_probes
 from stemma.cli.bench.driver import Target, negotiate
 from stemma.cli.client import RequestFailed, make_http
 from stemma.errors import StemmaError
-from stemma.model.demo import demo_model
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.load.demo import demo_model
+from stemma.model.text.tokenizer import Tokenizer
 
 BUSY_PERCENT = 8.0
 _START, _START_AGAIN = "start", "start-again"

@@ -1,6 +1,6 @@
 """Tiny seeded checkpoints of every supported family (and some that must be refused), written to a directory.
 
-Weights are random, untied, std 0.1. All share the byte-level tokenizer of `stemma.model.tiny`.
+Weights are random, untied, std 0.1. All share the byte-level tokenizer of `stemma.model.files.tiny`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpModel
 
-from stemma.model.tiny import build_tokenizer, randomize, save_checkpoint
+from stemma.model.files.tiny import build_tokenizer, randomize, save_checkpoint
 
 SLIDING_WINDOW = 24
 

@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3TextConfig, GemmaConfig, PreTrainedConfig
 
-from stemma.model.tiny import save_checkpoint
+from stemma.model.files.tiny import save_checkpoint
 from tests import checkpoints
 from tests.gguf_layouts import LAYOUTS
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig
 
-from stemma.model.tiny import save_checkpoint
+from stemma.model.files.tiny import save_checkpoint
 from tests.checkpoints import base_fields, make_model, tokenizer
 
 _DELTA = {

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from stemma.model.tiny import randomize, save_checkpoint
+from stemma.model.files.tiny import randomize, save_checkpoint
 from tests.checkpoints import CONFIGS, add_mtp_weights, tokenizer
 
 NUM_WORDS, WORD_TOKENS = 12, 5

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from stemma.model.tiny import END_OF_TEXT, build_tokenizer, randomize, save_checkpoint
+from stemma.model.files.tiny import END_OF_TEXT, build_tokenizer, randomize, save_checkpoint
 from tests.checkpoints import base_fields
 
 PROMPTS = {"query": "Instruct: find the passage that answers\nQuery:", "document": ""}

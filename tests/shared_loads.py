@@ -11,8 +11,8 @@ import torch
 
 from stemma.config.settings import ModelSettings
 from stemma.engine import build as engine_build
-from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
 
 
 @contextmanager

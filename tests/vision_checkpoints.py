@@ -28,7 +28,7 @@ from transformers import (
     SmolVLMForConditionalGeneration,
 )
 
-from stemma.model.tiny import build_tokenizer, randomize
+from stemma.model.files.tiny import build_tokenizer, randomize
 
 IMAGE_TOKENS = {"smolvlm": "<image>", "qwen2.5-vl": "<|image_pad|>", "qwen3-vl": "<|image_pad|>"}
 IMAGE_TOKENS["qwen3-vl-moe"] = "<|image_pad|>"

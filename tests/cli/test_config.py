@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from stemma.cli import make_app
 from stemma.config import readers
 from stemma.errors import ConfigError, StemmaError
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from tests.adapters import write_adapter
 from tests.cli.checked import check, serve
 from tests.hybrids import build

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from stemma.cli import make_app
 from stemma.cli.doctor.listening import ports_open_to_all
 from stemma.errors import ConfigError
-from stemma.model.tiny import save_checkpoint
+from stemma.model.files.tiny import save_checkpoint
 from stemma.native.levels import LEVELS, available_levels
 from tests.checkpoints import make_model, tokenizer
 from tests.memory.tiers.pool.servers import MooncakeMaster

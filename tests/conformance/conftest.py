@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from tests.e2e.conftest import start_server
 
 

@@ -15,7 +15,7 @@ import uvicorn
 
 from stemma.config.loading import load_settings
 from stemma.engine.async_engine import AsyncEngine
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from stemma.server.app import create_app
 from tests.e2e.browsing import CHROMIUM, PATIENCE_MS, WIDE, is_problem, problems_of
 

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from tests.e2e.conftest import Served, start_server
 from tests.pooled_checkpoints import PROMPTS, build_embedding
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from stemma.cli.server_process import ServerProcess
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from tests.server.routing.ports import free_port
 from tests.server.routing.processes import Process, health, router
 

@@ -26,7 +26,7 @@ from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, RateLimited, ShuttingDown
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.causal_lm import CausalLM
+from stemma.model.opened.causal_lm import CausalLM
 from stemma.prefix.eviction.hazard import HazardPolicy
 from stemma.prefix.keys import Namespace
 from stemma.types import FinishReason, Tier

@@ -17,7 +17,7 @@ from stemma.engine.offline import Generation
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ConfigError
 from stemma.memory.tiers.pool.envelope import HEADER_BYTES
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
 from stemma.types import Tier
 from tests.checkpoints import build
 from tests.engine.harness import prompt

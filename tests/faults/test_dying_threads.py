@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 

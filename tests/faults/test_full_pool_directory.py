@@ -17,7 +17,7 @@ from stemma.memory.tiers.block_store import PutResult, ReadResult
 from stemma.memory.tiers.pool.keys import PoolKeys
 from stemma.memory.tiers.pool.pool_store import PoolStore
 from stemma.memory.tiers.pool.shared_directory import open_backend
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from tests.contracts.block_store_suite import BLOCK_BYTES, chain, keys, read
 
 SIZE = 1 << 20

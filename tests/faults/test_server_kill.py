@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from stemma.cli.server_process import ServerProcess
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 
 PROMPTS = [f"Number {n}. " + "The quick brown fox jumps over the lazy dog. " * 4 for n in range(8)]
 FLAGS = ("--block-size", "16", "--kv-cache-memory", "300kB", "--num-threads", "1", "--load-when", "always")

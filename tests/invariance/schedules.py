@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from stemma.config.settings import KVDtype
-from stemma.model.causal_lm import CausalLM
+from stemma.model.opened.causal_lm import CausalLM
 from tests.model.paging import PagedSequences
 
 BLOCK_SIZES = (1, 8, 16, 24, 64)

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout, StoredAs
-from stemma.model.attention import AttentionCall
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.attention import AttentionCall
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.kv_format import KVRows
+from stemma.model.attend.latent import LatentProjection
 from stemma.model.cpu.attention import NativeAttentionStep
-from stemma.model.kv_format import KVRows
-from stemma.model.latent import LatentProjection
 from stemma.native.library import load_kernels
 from tests.native.isa import level_params
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from tests.e2e.conftest import start_server
 
 WAYS: dict[str, dict[str, Any]] = {

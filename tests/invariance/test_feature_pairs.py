@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 from stemma.engine import build as engine_build
 from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.llm import engine_settings
-from stemma.model.loading import load_model
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.load.loading import load_model
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.native.library import load_kernels
 from tests import hybrids
 from tests.adapters import write_adapter

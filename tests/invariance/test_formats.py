@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from stemma.config.settings import ModelSettings
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
 from stemma.native.library import load_kernels
 from tests import gguf_files
 from tests import quantized_files as files

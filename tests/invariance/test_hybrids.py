@@ -11,7 +11,7 @@ import pytest
 
 from stemma.config.settings import ModelSettings
 from stemma.engine.sampling.params import SamplingParams
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
 from stemma.native.library import load_kernels
 from stemma.types import Tier
 from tests import hybrids

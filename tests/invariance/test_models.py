@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stemma.config.settings import KVDtype, ModelSettings
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
 from stemma.native.library import load_kernels
 from tests.checkpoints import FAMILIES, build
 from tests.invariance.schedules import check_schedules, prompts_of

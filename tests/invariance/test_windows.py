@@ -12,8 +12,8 @@ from transformers import MistralConfig, Phi3Config, PreTrainedConfig, Qwen2Confi
 from stemma.config.settings import KVDtype, ModelSettings
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import PromptTooLong
-from stemma.model.loading import load_model
-from stemma.model.tiny import save_checkpoint
+from stemma.model.files.tiny import save_checkpoint
+from stemma.model.load.loading import load_model
 from stemma.native.library import load_kernels
 from tests.checkpoints import SLIDING_WINDOW, base_fields, make_model, tokenizer
 from tests.invariance.schedules import check_schedules

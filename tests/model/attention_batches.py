@@ -10,7 +10,7 @@ import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.batch import ForwardBatch
 
 
 @dataclasses.dataclass(frozen=True)

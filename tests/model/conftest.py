@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from stemma.config.settings import ModelSettings
-from stemma.model import loading
-from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import load_model
+from stemma.model.load import loading
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
 from tests import checkpoints
 
 NATIVE, MODULES, TORCH = "native", "modules", "torch"

@@ -11,9 +11,9 @@ from types import FrameType
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import StemmaError
-from stemma.model.fingerprint import model_fingerprint
-from stemma.model.loading import load_model
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.files.fingerprint import model_fingerprint
+from stemma.model.load.loading import load_model
+from stemma.model.text.tokenizer import Tokenizer
 
 SPARE_BYTES = 2 << 30
 """More than a tiny model takes, threads' stacks and heaps included."""

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from stemma.config.settings import KVDtype
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import StoredAs
-from stemma.model.batch import ForwardBatch, PageTables, StateMoves
-from stemma.model.causal_lm import CausalLM
-from stemma.model.kv_format import decode, encode
+from stemma.model.attend.batch import ForwardBatch, PageTables, StateMoves
+from stemma.model.attend.kv_format import decode, encode
+from stemma.model.load.prediction import PredictingDecoder
 from stemma.model.lora.adapter import AdapterRows
-from stemma.model.prediction import PredictingDecoder
+from stemma.model.opened.causal_lm import CausalLM
 
 
 class CodedCache(DynamicCache):

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stemma import LLM
-from stemma.model import loading
+from stemma.model.load import loading
 from stemma.native.library import load_kernels
 from tests import checkpoints, hybrids
 from tests.model.conftest import MODULES, NATIVE, TORCH

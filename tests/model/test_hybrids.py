@@ -10,11 +10,11 @@ import torch
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError, UnsupportedModel
-from stemma.model import loading
-from stemma.model.causal_lm import CausalLM
 from stemma.model.cpu.fused import FusedDecoder
 from stemma.model.families.registry import FAMILIES
-from stemma.model.loading import load_model
+from stemma.model.load import loading
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
 from stemma.model.parallel.share import Share, check_share
 from stemma.native.library import load_kernels
 from tests import hybrids

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stemma.model.cpu.heads import kv_shape_of
-from stemma.model.directory import stored_tensors
 from stemma.model.families.layout import Norm
 from stemma.model.families.registry import FAMILIES, contained_layout
+from stemma.model.files.directory import stored_tensors
 from stemma.model.foreign.attention import use_paged_attention
 from stemma.model.foreign.latent import cache_latents
 from stemma.model.foreign.probe import probe

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError
-from stemma.model import loading
-from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import load_model
-from stemma.model.prediction import PredictingDecoder
+from stemma.model.load import loading
+from stemma.model.load.loading import load_model
+from stemma.model.load.prediction import PredictingDecoder
+from stemma.model.opened.causal_lm import CausalLM
 from tests import hybrids
 from tests.checkpoints import make_model
 from tests.model.paging import PagedSequences, single_tokens

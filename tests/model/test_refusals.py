@@ -24,12 +24,12 @@ from transformers import (
 from stemma.config.settings import ModelSettings
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.causal_lm import CausalLM
-from stemma.model.checkpoint_config import context_limit
+from stemma.model.files.tiny import save_checkpoint
 from stemma.model.foreign.attention import use_paged_attention
 from stemma.model.foreign.probe import probe
-from stemma.model.loading import load_model
-from stemma.model.tiny import save_checkpoint
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
+from stemma.model.opened.checkpoint_config import context_limit
 from tests import checkpoints
 from tests.model.edited_checkpoints import Weights, configure, edit, fp8_checkpoint
 from tests.model.paging import PagedSequences, plain_logits

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from stemma.model.attend.recurrence import Recurrence, SequenceRows, TorchRecurrence
 from stemma.model.cpu.recurrence import NativeRecurrence
-from stemma.model.recurrence import Recurrence, SequenceRows, TorchRecurrence
 from stemma.native.library import load_kernels
 from tests.native.isa import level_params
 

@@ -7,9 +7,9 @@ import torch
 
 from stemma.memory.device.kv import TORCH_DTYPES, DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.selection import Scoring, Selection, choose
 from stemma.model.cpu.selection import select
-from stemma.model.selection import Scoring, Selection, choose
 from stemma.native.library import load_kernels
 from tests.native.isa import level_params
 

@@ -21,7 +21,7 @@ import pytest
 import typer
 
 from stemma.cli.ready_line import READY
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from stemma.native.building import find_compiler, find_or_build, library_name
 from stemma.native.levels import LEVELS, Level, available_levels, level_named
 

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.app import create_app
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -35,9 +35,9 @@ from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.errors import ConfigError, InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
-from stemma.model.abilities import Abilities
 from stemma.model.lora.adapter import LinearShape
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.opened.abilities import Abilities
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.model.vision.reading import ImageReader
 from stemma.prefix.eviction.policy import Conclusion
 from stemma.prefix.keys import KeySpace, Namespace

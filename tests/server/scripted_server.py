@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.runtime import serve
 from stemma.server.transport.planes import listen, listen_planes
 from tests.server.scripted_engine import Script, ScriptedEngine

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stemma.config.settings import Settings
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.answers.logprobs import TokenTexts
 from stemma.server.app import create_app
 from stemma.server.schemas.openai import ChatRequest

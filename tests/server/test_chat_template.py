@@ -14,7 +14,7 @@ import pytest
 
 from stemma.config.settings import Settings
 from stemma.errors import EngineFailed, Overloaded, TookTooLong
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.app import create_app
 from stemma.server.turn.intake import AT_ONCE_CHARS
 from stemma.supervision import LoggingSupervisor, Supervisor

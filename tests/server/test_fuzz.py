@@ -21,7 +21,7 @@ import schemathesis
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from tests.e2e.conftest import Served, start_server
 from tests.generated_requests import document_of, send_generated
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stemma.config.settings import EngineSettings, ModelSettings, Settings
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.app import create_app
 from tests.server.scripted_engine import ScriptedEngine
 

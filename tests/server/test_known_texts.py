@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stemma.config.settings import Settings
-from stemma.model.text_cuts import PIECE_CHARS
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.text_cuts import PIECE_CHARS
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.app import create_app
 from stemma.server.tenants.keyfile import add_key
 from stemma.server.turn.intake import MOST_CHARS

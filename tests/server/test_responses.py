@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stemma.config.settings import Settings
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.answers.events import CallArguments, CallStart, Content, Reasoning
 from stemma.server.apis.responses.items import chat_messages
 from stemma.server.apis.responses.output import OutputItems

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stemma.config.settings import Settings
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.app import create_app
 from stemma.server.schemas.openai import Message
 from stemma.server.turn.template_messages import template_messages

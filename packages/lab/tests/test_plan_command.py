@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from stemma.cli import make_app
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
 from stemma_lab.commands.pool import layout_of
 
 SAMPLE = Path(__file__).parent / "data" / "mooncake_conversation_head.jsonl"

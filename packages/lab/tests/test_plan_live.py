@@ -7,7 +7,7 @@ import pytest
 
 from stemma.engine.llm import LLM
 from stemma.engine.sampling.params import SamplingParams
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from stemma.types import Tier
 from stemma_lab.plan import TierBytes, Workload, predict
 from stemma_lab.replay import replay

@@ -12,7 +12,7 @@ import pytest
 from packages.lab.tests.conversations import BLOCK_SIZE, chat
 
 from stemma.cli.server_process import ServerProcess
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 
 NUM_REQUESTS = 150
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
 from stemma_lab.commands.pool import app, layout_of
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from stemma.cli import make_app
 from stemma.errors import ConfigError, StemmaError
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from stemma_mindie.daemon import CONFIG_VARIABLE, command
 
 SOURCE = Path(__file__).parents[3] / "src"

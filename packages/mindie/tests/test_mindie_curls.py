@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 
 PRINTED = Path(__file__).parents[3] / "tests" / "data" / "mindie"
 SOURCE = Path(__file__).parents[3] / "src"

@@ -246,8 +246,8 @@ def _tokens(given: str | list[int], model: Path | None) -> TokenArray:
         return as_tokens(given)
     if model is None:
         raise ConfigError("with --dir, text needs --model to be tokenized; or give --token-ids")
-    from stemma.model.located import located_path
-    from stemma.model.tokenizer import Tokenizer
+    from stemma.model.load.located import located_path
+    from stemma.model.text.tokenizer import Tokenizer
 
     return Tokenizer(located_path(model)).encode(given)
 

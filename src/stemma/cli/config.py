@@ -18,7 +18,7 @@ from stemma.config.loading import ENV_PREFIX, SettingField, flag_of, load_settin
 from stemma.config.readers import WORKS, KeyRow, installed_readers
 from stemma.config.settings import EngineSettings, Settings
 from stemma.errors import ConfigError
-from stemma.model.located import is_here, present_path
+from stemma.model.load.located import is_here, present_path
 
 app = typer.Typer(no_args_is_help=True, help="Check a configuration file, explain a setting or a key.")
 

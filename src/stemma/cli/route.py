@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from stemma.config.settings import ServerSettings
-    from stemma.model.tokenizer import Tokenizer
+    from stemma.model.text.tokenizer import Tokenizer
 
 
 def command(
@@ -128,7 +128,7 @@ def serve_proxy(app: FastAPI, settings: ServerSettings) -> None:
 def _tokenizer(path: Path | None) -> Tokenizer | None:
     if path is None:
         return None
-    from stemma.model.located import located_path
-    from stemma.model.tokenizer import Tokenizer
+    from stemma.model.load.located import located_path
+    from stemma.model.text.tokenizer import Tokenizer
 
     return Tokenizer(located_path(path))

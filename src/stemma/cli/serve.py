@@ -23,17 +23,17 @@ from stemma.cli.ready_line import ready_line
 from stemma.config.loading import load_settings
 from stemma.config.settings import EngineSettings, Settings
 from stemma.config.sizes import format_size
-from stemma.model.demo import is_demo
-from stemma.model.directory import check_directory
-from stemma.model.located import located_model, present_path
-from stemma.model.plan import LoadPlan
+from stemma.model.files.directory import check_directory
+from stemma.model.load.demo import is_demo
+from stemma.model.load.located import located_model, present_path
+from stemma.model.load.plan import LoadPlan
 from stemma.native.library import load_kernels, missed_level, prepare_kernels
 from stemma.supervision import LoggingSupervisor
 
 if TYPE_CHECKING:
     from stemma.engine.async_engine import AsyncEngine
     from stemma.engine.build import EngineParts
-    from stemma.model.tokenizer import Tokenizer
+    from stemma.model.text.tokenizer import Tokenizer
     from stemma.server.access import Access
     from stemma.server.transport.planes import Listeners
 
@@ -84,7 +84,7 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
         with _uncollected(), ThreadPoolExecutor(1, "stemma-imports") as beside:
             plan = _begin_loading(settings)
             stack.callback(plan.close)
-            from stemma.model.model_list import import_models
+            from stemma.model.load.model_list import import_models
 
             import_models()
             from stemma.engine.async_engine import AsyncEngine

@@ -62,8 +62,8 @@ from stemma.errors import (
     StemmaError,
     TookTooLong,
 )
-from stemma.model.plan import LoadPlan
-from stemma.model.progress import Progress
+from stemma.model.files.progress import Progress
+from stemma.model.load.plan import LoadPlan
 from stemma.native.cores import usable_cores
 from stemma.prefix.eviction.policy import Conclusion
 from stemma.prefix.keys import Namespace

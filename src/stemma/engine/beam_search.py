@@ -25,7 +25,7 @@ from stemma.engine.output.detokenizer import make_detokenizer
 from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import SamplingParams
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.types import FinishReason, as_tokens
 
 

@@ -52,14 +52,14 @@ from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.disk.other_models import OtherModelsOnDisk
 from stemma.memory.tiers.transfer import TierTransfer
-from stemma.model.causal_lm import CausalLM
-from stemma.model.directory import is_gguf
-from stemma.model.gguf_parts import whole_stem
-from stemma.model.loading import load_model
-from stemma.model.located import other_names
-from stemma.model.plan import LoadPlan
-from stemma.model.progress import Progress
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.files.directory import is_gguf
+from stemma.model.files.gguf_parts import whole_stem
+from stemma.model.files.progress import Progress
+from stemma.model.load.loading import load_model
+from stemma.model.load.located import other_names
+from stemma.model.load.plan import LoadPlan
+from stemma.model.opened.causal_lm import CausalLM
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.model.vision.decoding import ImageLimits
 from stemma.model.vision.reading import ImageReader
 from stemma.native.copying import copy_function
@@ -114,8 +114,8 @@ def build_engine(
 ) -> EngineParts:
     """Load the checkpoint and set up cache and scheduler. Run its steps on the thread that calls this.
 
-    The name ``demo`` stands for the model of `model/demo.py`. `supervisor` learns of errors in the threads
-    started here; None: they are logged. `plan`: what was begun of the load before.
+    The name ``demo`` stands for the model of `model/load/demo.py`. `supervisor` learns of errors in the
+    threads started here; None: they are logged. `plan`: what was begun of the load before.
 
     Raises ModelError, UnsupportedModel, ConfigError or StorageError; most of them before any weight is read
     (`preflight.py`).
@@ -283,7 +283,7 @@ def _header_kept(path: Path) -> AbstractContextManager[None]:
     """Return what keeps a GGUF file's header while its parts are read, one after the other."""
     if not is_gguf(path):
         return nullcontext()
-    from stemma.model.gguf_header import headers_kept
+    from stemma.model.files.gguf_header import headers_kept
 
     return headers_kept()
 

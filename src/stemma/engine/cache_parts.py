@@ -24,8 +24,8 @@ from stemma.memory.device.slabs import PADDING, SlabAllocator
 from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
 from stemma.memory.tiers.transfer import TierTransfer
-from stemma.model.causal_lm import CausalLM
-from stemma.model.kept_kv import KeptKV
+from stemma.model.attend.kept_kv import KeptKV
+from stemma.model.opened.causal_lm import CausalLM
 from stemma.prefix.eviction.cost import block_costs
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.hashed import HashIndex

@@ -19,8 +19,8 @@ from stemma.engine.api import (
 )
 from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.operator.pool_attachment import PoolAttachment
-from stemma.model.abilities import Abilities
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.opened.abilities import Abilities
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.model.vision.reading import ImageReader
 from stemma.prefix.eviction.policy import Conclusion
 from stemma.prefix.keys import KeySpace, Namespace

@@ -16,7 +16,7 @@ import torch
 
 from stemma.engine.build import EngineParts
 from stemma.errors import ConfigError
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.batch import ForwardBatch
 from stemma.prefix.keys import Namespace
 from stemma.types import TokenArray
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stemma.model.abilities import PoolingKind
+from stemma.model.opened.abilities import PoolingKind
 
 Vector: TypeAlias = npt.NDArray[np.float32]
 

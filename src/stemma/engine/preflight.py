@@ -15,15 +15,15 @@ from stemma.memory.tiers.disk.disk_store import num_disk_blocks
 from stemma.memory.tiers.disk.folder import examine_folder
 from stemma.memory.tiers.host_store import num_host_blocks
 from stemma.memory.tiers.pool.opening import check_pool
-from stemma.model.checkpoint_config import describe_checkpoint
-from stemma.model.directory import StoredTensor, stored_tensors
-from stemma.model.loading import resolve_device, stated_kv
-from stemma.model.located import located_model, present_path
+from stemma.model.files.directory import StoredTensor, stored_tensors
+from stemma.model.files.progress import Progress
+from stemma.model.load.loading import resolve_device, stated_kv
+from stemma.model.load.located import located_model, present_path
+from stemma.model.load.prediction import check_prediction
 from stemma.model.lora.adapter import LinearShape
 from stemma.model.lora.reading import check_adapter
+from stemma.model.opened.checkpoint_config import describe_checkpoint
 from stemma.model.parallel.cutting import check_cut
-from stemma.model.prediction import check_prediction
-from stemma.model.progress import Progress
 from stemma.native.process_memory import available_bytes
 from stemma.prefix.keys import KeySpace
 

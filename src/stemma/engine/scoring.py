@@ -15,8 +15,8 @@ import numpy as np
 
 from stemma.engine.pooling import Pooling, Vector
 from stemma.errors import InvalidRequest
-from stemma.model.abilities import Abilities, EmbeddingFormat, ScoreHead, ScoreTokens, sigmoid
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.opened.abilities import Abilities, EmbeddingFormat, ScoreHead, ScoreTokens, sigmoid
+from stemma.model.text.tokenizer import Tokenizer
 
 JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note "

@@ -22,7 +22,7 @@ from stemma.cli import main
 from stemma.engine.core import engine
 from stemma.engine.sampling.constraints import Constraints
 from stemma.engine.sampling.state import SamplingState
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server import runtime
 from stemma.server.app import create_app
 from tests.conformance.agents.plan import answer, as_elements, as_json

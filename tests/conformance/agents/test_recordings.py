@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
-from stemma.model.tiny import build_tokenizer
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.files.tiny import build_tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.answers.families import answer_format
 from stemma.server.app import create_app
 from stemma.types import TokenArray

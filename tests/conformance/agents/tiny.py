@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from stemma.model.tiny import END_OF_TEXT, SPECIAL_TOKENS, TURN_END, randomize, save_checkpoint
+from stemma.model.files.tiny import END_OF_TEXT, SPECIAL_TOKENS, TURN_END, randomize, save_checkpoint
 
 ROOT = Path(__file__).parents[3]
 TEMPLATES = ROOT / "tests" / "templates"

@@ -18,10 +18,10 @@ from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.reserved import planned_bytes
-from stemma.model.abilities import Abilities
-from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import CausalLM
+from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.weights import PREPARED_BYTES
+from stemma.model.opened.abilities import Abilities
+from stemma.model.opened.causal_lm import CausalLM
 from stemma.native.process_memory import resident_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -16,9 +16,9 @@ from stemma.config.settings import TierSettings
 from stemma.engine.build import assemble_engine
 from stemma.engine.llm import engine_settings
 from stemma.engine.output.output import OutputProcessor
-from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import load_model
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.supervision import LoggingSupervisor
 from stemma.types import Retention, RetentionHint, Tier

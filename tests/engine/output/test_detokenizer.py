@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.engine.tokenizers_for_tests import END, byte_level, sentencepiece_like
 
 from stemma.engine.output.detokenizer import ByteDetokenizer, WindowDetokenizer, make_detokenizer
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

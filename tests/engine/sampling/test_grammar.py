@@ -9,7 +9,7 @@ from tests.engine.tokenizers_for_tests import END, byte_level, sentencepiece_lik
 
 from stemma.engine.sampling.grammar import Cutter, GrammarCompiler, GrammarSpec
 from stemma.errors import InvalidRequest
-from stemma.model.tiny import TURN_END, build_tokenizer
+from stemma.model.files.tiny import TURN_END, build_tokenizer
 
 SCHEMA = {
     "type": "object",

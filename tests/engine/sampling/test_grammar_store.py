@@ -10,7 +10,7 @@ import pytest
 from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec
 from stemma.engine.sampling.grammar_store import BASE_BYTES, GrammarStore
 from stemma.errors import InvalidRequest, Overloaded, RateLimited
-from stemma.model.tiny import TURN_END, build_tokenizer
+from stemma.model.files.tiny import TURN_END, build_tokenizer
 
 
 class Thing:

@@ -11,7 +11,7 @@ import torch
 from stemma.errors import ConfigError
 from stemma.memory.device.kv import DeviceKV, num_blocks_for
 from stemma.memory.device.layout import KVLayout, StoredAs
-from stemma.model.kv_format import KVRows
+from stemma.model.attend.kv_format import KVRows
 
 LAYOUT = KVLayout(num_layers=3, num_parts=2, block_size=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stemma.memory.device.layout import WindowGroup
-from stemma.model.attention import Sight
+from stemma.model.attend.attention import Sight
 
 SHAPE = (2, 16)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.model.attention_batches import Shape, make_batch
 
-from stemma.model.attention import AttentionCall
+from stemma.model.attend.attention import AttentionCall
+from stemma.model.attend.paged import AttentionStep
 from stemma.model.cpu.attention import NativeAttentionStep
-from stemma.model.paged import AttentionStep
 from stemma.native.library import Kernels, load_kernels
 from stemma.native.structures import GateArgs, NormArgs
 

@@ -14,7 +14,7 @@ from tests.native.isa import level_params
 
 from stemma.config.settings import ModelSettings
 from stemma.model.cpu.fused import FusedDecoder
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
 
 BF16_TOLERANCE = 2e-2
 PASS_ROWS = 256

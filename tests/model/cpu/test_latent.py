@@ -16,7 +16,7 @@ from tests.native.isa import level_params
 
 from stemma.config.settings import KVDtype, ModelSettings
 from stemma.model.cpu.fused import FusedDecoder
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
 from stemma.native.library import load_kernels
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")

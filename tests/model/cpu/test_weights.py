@@ -15,7 +15,7 @@ from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
 from stemma.model.foreign.linears import PackedLinear, pack_linears
 from stemma.model.foreign.weights import ModuleWeights
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
 from stemma.native.library import Kernels, load_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]

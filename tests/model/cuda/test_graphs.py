@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cuda.graphs import BUCKETS, GraphDecoder
 from stemma.model.cuda.step_tensors import StepTensors
 from stemma.model.foreign.attention import STEP_KEYWORD, AttentionProbe, use_paged_attention

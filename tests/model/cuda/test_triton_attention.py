@@ -20,17 +20,17 @@ from tests.model.paging import PagedSequences
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.model import shared_prefix
-from stemma.model.attention import AttentionCall, StepContext
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend import shared_prefix
+from stemma.model.attend.attention import AttentionCall, StepContext
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.latent import LatentProjection
+from stemma.model.attend.paged import AttentionStep
+from stemma.model.attend.shared_prefix import PrefixGroup, SharedTensors
 from stemma.model.cuda.execution import TritonDecoder
 from stemma.model.cuda.graphs import GraphDecoder
 from stemma.model.cuda.step_tensors import StepTensors
 from stemma.model.cuda.triton_attention import TritonAttentionStep, launch_shape, split_dim
 from stemma.model.foreign.decoder import ModuleDecoder
-from stemma.model.latent import LatentProjection
-from stemma.model.paged import AttentionStep
-from stemma.model.shared_prefix import PrefixGroup, SharedTensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 in_the_interpreter = pytest.mark.skipif(

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.fingerprint import model_fingerprint
+from stemma.model.files.fingerprint import model_fingerprint
 from stemma.model.formats.reading import find_format, read_quantized
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from tests import quantized_files as files
 from tests.model.formats.compressed import INT8_INPUTS, STATIC_INPUTS, W4, W8, compressed

@@ -24,14 +24,15 @@ from stemma import LLM, SamplingParams
 from stemma.config.settings import ModelSettings
 from stemma.engine.build import served_name
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model import gguf_header, loading
-from stemma.model.causal_lm import CausalLM
-from stemma.model.fingerprint import model_fingerprint
+from stemma.model.files import gguf_header
+from stemma.model.files.fingerprint import model_fingerprint
+from stemma.model.files.gguf_header import GGUFHeader, headers_kept, read_header
+from stemma.model.files.gguf_keys import standing_of
 from stemma.model.formats.gguf.tensors import is_kept, split, widen
-from stemma.model.gguf_header import GGUFHeader, headers_kept, read_header
-from stemma.model.gguf_keys import standing_of
-from stemma.model.loading import load_model
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.load import loading
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.native.library import load_kernels
 from tests import checkpoints, gguf_files
 from tests.gguf_files import ARCHITECTURES, K_QUANTS

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError
-from stemma.model.causal_lm import CausalLM
+from stemma.model.files.gguf_header import read_header
 from stemma.model.formats.gguf.vocabulary import end_token_ids
-from stemma.model.gguf_header import read_header
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
 from tests import gguf_files
 from tests.gguf_layouts import LAYOUTS
 from tests.model.paging import PagedSequences, plain_logits

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from stemma.errors import ModelError
+from stemma.model.files.gguf_header import read_header
 from stemma.model.formats.gguf.vocabulary import end_token_ids
-from stemma.model.gguf_header import read_header
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from tests.model.formats.vocabularies import (
     CONTROL,
     NORMAL,

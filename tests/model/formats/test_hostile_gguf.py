@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from stemma.errors import StemmaError
-from stemma.model import gguf_header
+from stemma.model.files import gguf_header
 from tests import gguf_files
 from tests.gguf_bytes import ARRAY, FORMATS, STRING, Array, Entry, Parts, Value, join, split
 from tests.model.hostile import refusals

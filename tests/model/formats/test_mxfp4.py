@@ -14,9 +14,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError
-from stemma.model import loading
-from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import load_model
+from stemma.model.load import loading
+from stemma.model.load.loading import load_model
+from stemma.model.opened.causal_lm import CausalLM
 from tests import checkpoints
 from tests.model.paging import PagedSequences, plain_logits
 from tests.native.isa import level_params

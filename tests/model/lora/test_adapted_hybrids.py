@@ -13,10 +13,10 @@ from tests.model.conftest import MODULES, NATIVE, TORCH
 from tests.model.paging import PagedSequences, plain_logits
 
 from stemma.config.settings import ModelSettings
-from stemma.model import loading
-from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import load_model
+from stemma.model.load import loading
+from stemma.model.load.loading import load_model
 from stemma.model.lora.reading import read_adapter
+from stemma.model.opened.causal_lm import CausalLM
 from stemma.native.library import load_kernels
 
 pytest.importorskip("peft", reason="PEFT is the oracle")

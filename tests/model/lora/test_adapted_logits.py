@@ -15,10 +15,10 @@ from tests.native.isa import level_params
 from transformers import AutoModelForCausalLM, PhimoeConfig
 
 from stemma.config.settings import ModelSettings
-from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import load_model
+from stemma.model.files.tiny import save_checkpoint
+from stemma.model.load.loading import load_model
 from stemma.model.lora.reading import read_adapter
-from stemma.model.tiny import save_checkpoint
+from stemma.model.opened.causal_lm import CausalLM
 from stemma.native.library import load_kernels
 
 pytest.importorskip("peft", reason="PEFT is the oracle")

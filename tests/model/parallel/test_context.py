@@ -16,9 +16,9 @@ import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.model.attention import AttentionCall
-from stemma.model.batch import ForwardBatch
-from stemma.model.paged import AttentionStep
+from stemma.model.attend.attention import AttentionCall
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.paged import AttentionStep
 from stemma.model.parallel.context import ContextStep
 from stemma.model.parallel.dealing import Dealing, DealtStep, Sizes
 from stemma.model.parallel.partial import NativePartials, PartialAttention, TorchPartials

@@ -12,9 +12,9 @@ from transformers import AutoConfig
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, UnsupportedModel
-from stemma.model.checkpoint_config import load_config
 from stemma.model.families.cuts import plain_cuts
 from stemma.model.families.registry import cuts_of
+from stemma.model.opened.checkpoint_config import load_config
 from stemma.model.parallel.cutting import check_cut, read_share
 from stemma.model.parallel.share import Cut, Share, check_share, cut_of, num_experts_of
 from tests import hybrids

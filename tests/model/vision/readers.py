@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.model.vision.checkpoint import vision_config_of
 from stemma.model.vision.decoding import ImageLimits
 from stemma.model.vision.reading import ImageReader

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from stemma.errors import ConfigError, InvalidRequest, ModelError
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.model.vision.family import positions_on_grids
 from stemma.model.vision.prompt import vocabulary_ids
 from stemma.model.vision.sources import split_images

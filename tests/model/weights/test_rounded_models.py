@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError
-from stemma.model.loading import load_model
+from stemma.model.load.loading import load_model
 from stemma.model.weights.rounding import RoundToNearest, fitting_group, quantize
 from stemma.native.library import load_kernels
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.sampling.params import SamplingParams
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.answers.events import Answer, ToolCall, fold
 from stemma.server.answers.formats.forced import JSON_LIST, forced_grammar
 from stemma.server.answers.formats.registry import TOOL_FORMATS

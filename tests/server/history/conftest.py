@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.server.scripted_engine import ScriptedEngine
 
-from stemma.model.tiny import build_tokenizer
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.files.tiny import build_tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{%- set asked = namespace(at=0) -%}"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.server.history.written import SCOPE, written
 
 from stemma.errors import StorageError
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.history.answers import WrittenAnswers
 from stemma.server.history.log import HEADER, AnswerLog, count_answers, drop_unused
 from stemma.supervision import LoggingSupervisor

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.server.history.written import SCOPE, written
 
 from stemma.engine.api import CacheReport, GenerationRequest
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.prefix.explain import MissReason, Parting
 from stemma.server.history.answers import MAX_AT_A_PLACE, WrittenAnswers, scope_of
 from stemma.server.history.following import HistoryReport

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.history.answers import Place, WrittenAnswer, scope_of
 from stemma.types import as_tokens
 

@@ -18,7 +18,7 @@ import httpx
 
 from stemma.engine.llm import LLM
 from stemma.engine.sampling.params import SamplingParams
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from tests.memory.tiers.pool.servers import free_port
 
 READY_S = 240.0

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stemma.errors import ConfigError
-from stemma.model.tiny import write_tiny_model
+from stemma.model.files.tiny import write_tiny_model
 from tests.memory.tiers.pool.servers import free_port
 from tests.server.replicas.cluster import wait_for
 

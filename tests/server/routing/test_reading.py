@@ -13,7 +13,7 @@ import pytest
 
 from stemma.config.settings import Settings
 from stemma.kv_events.names import adapter_root, chain_of
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.app import create_app
 from stemma.server.routing.asking import PromptEncoder
 from stemma.server.routing.served_fleet import ServedFleet

@@ -118,8 +118,8 @@ def _describe(load: LoadOptions) -> str:
 def _token_counter(path: Path | None) -> TokenCounter | None:
     if path is None:
         return None
-    from stemma.model.located import located_path
-    from stemma.model.tokenizer import Tokenizer
+    from stemma.model.load.located import located_path
+    from stemma.model.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(located_path(path))
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))

@@ -18,8 +18,8 @@ from stemma.cli.client import first_model, make_http
 from stemma.cli.progress import open_progress
 from stemma.cli.server_process import ServerProcess
 from stemma.config.settings import ModelSettings
-from stemma.model.demo import is_demo
-from stemma.model.located import located_model
+from stemma.model.load.demo import is_demo
+from stemma.model.load.located import located_model
 from stemma.native.library import prepare_kernels
 from stemma.terminal_text import visible
 

@@ -27,7 +27,7 @@ def command() -> None:
     started = time.perf_counter()
     prepare_kernels()
     with open_progress("preparing the model (once on a machine)"):
-        from stemma.model.demo import demo_model
+        from stemma.model.load.demo import demo_model
 
         model = demo_model()
     if model.note is not None:

@@ -84,7 +84,7 @@ def gather(settings: Settings, names_model: bool) -> Report:
     from stemma.cli.doctor import machine, storage
     from stemma.cli.doctor.model import examine_model
     from stemma.memory.tiers.disk.folder import examine_folder
-    from stemma.model.demo import converted_checkpoint, missing_packages
+    from stemma.model.load.demo import converted_checkpoint, missing_packages
     from stemma.native.library import report_kernels
 
     engine = settings.engine

@@ -24,9 +24,9 @@ class NamedModel:
 def examine_model(settings: EngineSettings) -> NamedModel:
     """Read a checkpoint's config and headers; nothing is downloaded."""
     from stemma.engine.preflight import check_checkpoint, remarks
-    from stemma.model.checkpoint_config import describe_checkpoint
-    from stemma.model.directory import stored_tensors
-    from stemma.model.located import present_path
+    from stemma.model.files.directory import stored_tensors
+    from stemma.model.load.located import present_path
+    from stemma.model.opened.checkpoint_config import describe_checkpoint
 
     name = str(settings.model.path)
     path = present_path(settings.model)

@@ -20,9 +20,9 @@ from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.reserved import planned_bytes
-from stemma.model.batch import ForwardBatch, PageTables, StateMoves
-from stemma.model.causal_lm import CausalLM
+from stemma.model.attend.batch import ForwardBatch, PageTables, StateMoves
 from stemma.model.cpu.weights import PREPARED_BYTES
+from stemma.model.opened.causal_lm import CausalLM
 from stemma.native.process_memory import large_blocks_apart, peak_bytes, reset_peak, resident_bytes, trim_heap
 
 _STEPS_RESERVED = 2.0

@@ -37,7 +37,7 @@ from stemma.engine.sampling.state import SamplingState
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.native.process_memory import available_bytes
 from stemma.prefix.eviction.policy import Conclusion
 from stemma.prefix.keys import Namespace

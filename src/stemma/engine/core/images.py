@@ -10,7 +10,7 @@ import torch
 
 from stemma.engine.core.request import Scheduled
 from stemma.engine.core.step_rows import StepRows
-from stemma.model.batch import ImageRows
+from stemma.model.attend.batch import ImageRows
 from stemma.model.vision.family import Encoder
 from stemma.model.vision.prompt import PromptImage
 

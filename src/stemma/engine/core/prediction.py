@@ -1,7 +1,7 @@
 """Drafts by the model's layer for multi-token prediction: its batches, and the hidden states it goes on from.
 
-The layer keeps KV for every token, in one more layer of the block's bytes (`model/prediction.py`). Each step
-of the model runs it too, so what is committed is whole. For that the layer needs the model's last hidden
+The layer keeps KV for every token, in one more layer of the block's bytes (`model/load/prediction.py`). Each
+step of the model runs it too, so what is committed is whole. For that the layer needs the model's last hidden
 state of the token before a sequence's first row: the step before left it with the sequence. After a prefix
 hit there is none, since hidden states aren't cached. Then the last cached token is computed once more, for
 its hidden state alone; its KV is in the cache and isn't written.
@@ -27,9 +27,9 @@ from stemma.engine.core.step_rows import StepRows
 from stemma.engine.drafts.drafter import Ask, Drafter
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import CausalLM
-from stemma.model.prediction import PredictingDecoder
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.load.prediction import PredictingDecoder
+from stemma.model.opened.causal_lm import CausalLM
 
 
 class PredictingRunner(Runner):

@@ -20,7 +20,7 @@ from stemma.engine.core.images import ImageStats, ImageVectors, axes_of, limits_
 from stemma.engine.core.request import Scheduled
 from stemma.engine.core.step_rows import StepRows
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.batch import ForwardBatch, PageTables, StateMoves
+from stemma.model.attend.batch import ForwardBatch, PageTables, StateMoves
 
 
 class LanguageModel(Protocol):

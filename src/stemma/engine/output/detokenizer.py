@@ -16,7 +16,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.types import TokenArray
 
 _REPLACEMENT = "\ufffd"

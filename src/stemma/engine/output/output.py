@@ -15,7 +15,7 @@ from stemma.engine.core.request import RequestState, SequenceNews
 from stemma.engine.output.detokenizer import make_detokenizer
 from stemma.engine.output.stopping import StopChecker
 from stemma.errors import GenerationFailed, StemmaError
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.types import FinishReason
 
 logger = logging.getLogger(__name__)

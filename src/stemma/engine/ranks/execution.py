@@ -12,9 +12,9 @@ from stemma.engine.ranks.settings import dealing_of
 from stemma.errors import EngineFailed, UnsupportedModel
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import Decoder
+from stemma.model.attend.batch import ForwardBatch
 from stemma.model.lora.adapter import Adapter, LinearShape
+from stemma.model.opened.causal_lm import Decoder
 
 
 class LeadingDecoder:

@@ -47,8 +47,8 @@ from stemma.memory.tiers.opening import open_tiers
 from stemma.memory.tiers.pool.opening import open_pool
 from stemma.memory.tiers.pool.pool_store import PoolStore
 from stemma.memory.tiers.transfer import TierTransfer
-from stemma.model.batch import ForwardBatch
-from stemma.model.loading import load_model, resolve_device
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.load.loading import load_model, resolve_device
 from stemma.model.parallel.group import STEP_TIMEOUT_S, RankGroup
 from stemma.native.copying import copy_function
 from stemma.native.process_memory import trim_heap

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.config.settings import EngineSettings
-from stemma.model.batch import StateMoves
+from stemma.model.attend.batch import StateMoves
 from stemma.model.parallel.share import Share
 from stemma.prefix.keys import KeySpace
 from stemma.types import BlockKey

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from stemma.config.settings import EngineSettings
-from stemma.model.loading import resolve_device
+from stemma.model.load.loading import resolve_device
 from stemma.model.parallel.dealing import Dealing
 from stemma.model.parallel.share import Share
 from stemma.prefix.keys import KeySpace

@@ -21,7 +21,7 @@ from stemma.budgets import Budget
 from stemma.engine.sampling.grammar_store import BASE_BYTES, GrammarStore, LexerSize
 from stemma.engine.sampling.schemas import advice, rewritten
 from stemma.errors import InvalidRequest, ModelError
-from stemma.model.foreign_code import foreign_code
+from stemma.model.files.foreign_code import foreign_code
 from stemma.native.masks import MaskedArgmax, masked_argmax_function
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]

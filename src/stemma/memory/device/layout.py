@@ -3,9 +3,9 @@
 Axes of a block, outermost first: layer, part (K and V, or the one compressed latent of MLA), token, head,
 dim. Because a block is contiguous, moving it between tiers is one copy, one read or one put.
 
-KV may be stored in one byte a number (`stored` int8 or fp8, `model/kv_format.py`). The scales of a token then
-follow its numbers, so the row of a token is still one run of bytes: ``[head, dim]`` codes, up to an even
-number of bytes, and ``[head, scale]`` bfloat16 scales.
+KV may be stored in one byte a number (`stored` int8 or fp8, `model/attend/kv_format.py`). The scales of a
+token then follow its numbers, so the row of a token is still one run of bytes: ``[head, dim]`` codes, up to
+an even number of bytes, and ``[head, scale]`` bfloat16 scales.
 
 A latent's rows may be cut into pieces of 16 columns (`tiled`), as kernels on tiles want them: the part of a
 block is then ``[columns / 16, token, 16]``, rows filled up to whole pieces. Columns of codes are bytes, with

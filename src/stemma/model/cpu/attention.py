@@ -16,8 +16,8 @@ import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout, StoredAs
-from stemma.model.attention import AttentionCall, Sight
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.attention import AttentionCall, Sight
+from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.selection import select
 from stemma.native.library import Kernels
 from stemma.native.structures import AttendArgs, BatchArgs, KVFormat, WriteArgs

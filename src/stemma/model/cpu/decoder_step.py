@@ -15,7 +15,7 @@ import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.fused_layer import FusedLayer
 from stemma.model.cpu.logits_memory import LogitsMemory
 from stemma.model.cpu.low_rank import describe_rows

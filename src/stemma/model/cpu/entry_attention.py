@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.attention import AttentionCall
-from stemma.model.batch import ForwardBatch
-from stemma.model.compression import Compression
+from stemma.model.attend.attention import AttentionCall
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.compression import Compression
+from stemma.model.attend.entry_attention import EntryAttentionStep
+from stemma.model.attend.selection import Scoring
 from stemma.model.cpu.attention import NativePlan, PlannedQueries, native_format
 from stemma.model.cpu.selection import IndexKeys, choose_among
-from stemma.model.entry_attention import EntryAttentionStep
-from stemma.model.selection import Scoring
 from stemma.native.library import Kernels
 from stemma.native.structures import AttendArgs
 

@@ -16,8 +16,8 @@ from typing import TypeAlias
 import torch
 
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.attention import StepContext
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.attention import StepContext
+from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.cpu.decoder_step import DecoderStep
 from stemma.model.cpu.fused_layer import FusedLayer, fuse

@@ -13,12 +13,12 @@ import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import WindowGroup
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.kept_kv import KVShape
 from stemma.model.cpu.attention import native_format
 from stemma.model.cpu.recurrent_layer import state_layout_of
 from stemma.model.cpu.rotary import RotaryAngles, RotaryHalves
 from stemma.model.families import layout
-from stemma.model.kept_kv import KVShape
 from stemma.native.structures import AttendArgs, LatentArgs, RotateArgs
 
 
@@ -108,7 +108,7 @@ class GroupedHeads:
 
 
 class LatentHeads:
-    """All heads over one latent and one rotary key (model/latent.py)."""
+    """All heads over one latent and one rotary key (model/attend/latent.py)."""
 
     num_kv_heads = 1
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from stemma.model.attend.latent import LatentProjection
 from stemma.model.cpu.weights import PackedProduct
-from stemma.model.latent import LatentProjection
 from stemma.native.library import Kernels
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from stemma.model.recurrence import SequenceRows
+from stemma.model.attend.recurrence import SequenceRows
 from stemma.native.library import Kernels
 from stemma.native.structures import ConvolveArgs, ScanArgs, SelectiveArgs, StateRows
 

@@ -7,7 +7,7 @@ import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import StateLayout, StatePart
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.batch import ForwardBatch
 from stemma.model.families import layout
 from stemma.model.weights.named import NamedWeights
 from stemma.native.structures import RecurrentWeights, StateRows

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.batch import ForwardBatch
-from stemma.model.selection import Scoring, Selection
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.selection import Scoring, Selection
 from stemma.native.library import Kernels
 from stemma.native.structures import SelectionArgs
 

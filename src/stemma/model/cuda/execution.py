@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import Decoder
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.shared_prefix import SharedTensors, find_groups
 from stemma.model.cuda.graphs import CudaGraphRecorder, GraphDecoder
 from stemma.model.cuda.step_tensors import StepTensors
 from stemma.model.foreign.decoder import ModuleDecoder
 from stemma.model.lora.adapter import Adapter, LinearShape
-from stemma.model.shared_prefix import SharedTensors, find_groups
+from stemma.model.opened.causal_lm import Decoder
 
 logger = logging.getLogger(__name__)
 

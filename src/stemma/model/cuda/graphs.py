@@ -24,12 +24,12 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.attention import StepContext
-from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import Decoder
+from stemma.model.attend.attention import StepContext
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.shared_prefix import MAX_GROUPS, PrefixGroup, SharedArrays, find_groups
 from stemma.model.cuda.step_tensors import StepTensors
 from stemma.model.lora.adapter import Adapter, LinearShape
-from stemma.model.shared_prefix import MAX_GROUPS, PrefixGroup, SharedArrays, find_groups
+from stemma.model.opened.causal_lm import Decoder
 
 logger = logging.getLogger(__name__)
 

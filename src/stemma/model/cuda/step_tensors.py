@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from stemma.model.batch import ForwardBatch
-from stemma.model.shared_prefix import SharedTensors
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.shared_prefix import SharedTensors
 
 
 @dataclass(frozen=True, slots=True)

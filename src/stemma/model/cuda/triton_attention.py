@@ -2,7 +2,7 @@
 
 `TritonAttentionStep` covers a whole step: one launch for sequences with few queries (decodes, drafts) and one
 for longer chunks, without gather and mask. Latent layers are absorbed; chunks with too many queries for that
-to pay off are expanded and run through torch, as in `model/paged.py`, which is the reference for all results.
+to pay off are expanded and run through torch, as in `model/attend/paged.py`, the reference for all results.
 
 If decodes share prefixes (`shared_prefix.py`), one launch over their stacked queries reads each prefix once.
 Layers with a sliding window don't do this, because a prefix soon leaves the window.
@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.attention import AttentionCall
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.attention import AttentionCall
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.kv_format import KVRows
+from stemma.model.attend.paged import AttentionStep
+from stemma.model.attend.shared_prefix import SharedTensors
 from stemma.model.cuda.step_tensors import StepTensors
 from stemma.model.cuda.triton_kernels import attend_kernel, reduce_kernel, write_kernel
-from stemma.model.kv_format import KVRows
-from stemma.model.paged import AttentionStep
-from stemma.model.shared_prefix import SharedTensors
 
 SHORT_QUERIES = 16
 """Maximum number of queries of sequences that share a launch with small tiles."""

@@ -24,7 +24,7 @@ from stemma.model.families.pattern import (
     windows_by_type,
 )
 from stemma.model.families.rotary import RotaryAngles
-from stemma.model.gguf_keys import shown
+from stemma.model.files.gguf_keys import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.families.gguf_changes import Change, Join, unchanged
-from stemma.model.gguf_keys import NEUTRAL, YARN_KEYS, shown, standing_of
+from stemma.model.files.gguf_keys import NEUTRAL, YARN_KEYS, shown, standing_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from stemma.model.gguf_header import GGUFHeader
+    from stemma.model.files.gguf_header import GGUFHeader
 
 _MAX_NUMBER = (1 << 31) - 1
 _LAYER = re.compile(r"blk\.([0-9]{1,9})\.")

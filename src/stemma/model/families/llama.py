@@ -21,7 +21,7 @@ def biased(config: Any) -> tuple[str, ...]:
 
 
 def _read_gguf(fields: Fields) -> PreTrainedConfig:
-    from stemma.model.llama_config import LlamaConfig
+    from stemma.model.files.llama_config import LlamaConfig
 
     _check_window(fields)
     has_bias = "blk.0.attn_q.bias" in fields.header.tensors

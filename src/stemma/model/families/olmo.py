@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from stemma.errors import UnsupportedModel
 from stemma.model.families.gguf import FOUR_NORMS, LAYER_NAMES, Fields, GGUFForm, dense
-from stemma.model.gguf_keys import shown
+from stemma.model.files.gguf_keys import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

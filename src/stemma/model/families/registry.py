@@ -67,7 +67,7 @@ FAMILIES: tuple[Family, ...] = (
     SEED_OSS,
     SMOLLM3,
 )
-_CONFIG_MODULES = ("transformers.models.", "stemma.model.llama_config")
+_CONFIG_MODULES = ("transformers.models.", "stemma.model.files.llama_config")
 """Where configs come from that mean what they say; imported by whoever has one."""
 _FORMS: tuple[GGUFForm, ...] = (
     *(*LLAMA_FORMS, *QWEN_FORMS, *GEMMA_FORMS, *QWEN_NEXT_FORMS),

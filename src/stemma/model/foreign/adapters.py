@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stemma.errors import UnsupportedModel
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.weights import PackedProduct, can_pack
 from stemma.model.lora.adapter import Adapter, LinearShape, LowRankPair
 from stemma.native.library import Kernels

@@ -2,7 +2,7 @@
 
 After `use_paged_attention` a model hands its rotated q, k and v of a flat batch [1, T] to
 `paged_attention`; the step's context travels as the keyword `STEP_KEYWORD` of the model call. Two contexts
-exist: `AttentionStep` (model/paged.py) attends over the blocks; `AttentionProbe` runs once at load and
+exist: `AttentionStep` (model/attend/paged.py) attends over the blocks; `AttentionProbe` runs once at load and
 records what each layer passes, so that a model we would serve wrongly is refused.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from stemma.errors import UnsupportedModel
-from stemma.model.attention import SUPPORTED, AttentionCall, StepContext
-from stemma.model.checkpoint_config import attention_chunks
-from stemma.model.selection import Selection
+from stemma.model.attend.attention import SUPPORTED, AttentionCall, StepContext
+from stemma.model.attend.selection import Selection
+from stemma.model.opened.checkpoint_config import attention_chunks
 
 ATTENTION = "stemma_paged"
 STEP_KEYWORD = "stemma_step"

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.attention import AttentionCall, StepContext
-from stemma.model.compression import Compression, kept_by, span_of
+from stemma.model.attend.attention import AttentionCall, StepContext
+from stemma.model.attend.compression import Compression, kept_by, span_of
+from stemma.model.attend.selection import Scoring, Selection
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
 from stemma.model.foreign.attention import STEP_KEYWORD
 from stemma.model.foreign.rowwise import GRAIN, in_whole_vectors
 from stemma.model.foreign.streams import mix_streams
-from stemma.model.selection import Scoring, Selection
 
 _ATTENTION, _GROUPED = "DeepseekV4Attention", "DeepseekV4GroupedLinear"
 _OVERLAPPING, _WHOLE = "DeepseekV4CSACompressor", "DeepseekV4HCACompressor"

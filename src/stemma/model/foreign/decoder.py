@@ -9,13 +9,16 @@ from typing import Any
 import torch
 
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.attention import StepContext
-from stemma.model.batch import ForwardBatch, ImageRows
+from stemma.model.attend.attention import StepContext
+from stemma.model.attend.batch import ForwardBatch, ImageRows
+from stemma.model.attend.entry_attention import EntryAttentionStep
+from stemma.model.attend.grouped_attention import step_over
+from stemma.model.attend.paged import AttentionStep
+from stemma.model.attend.recurrence import Recurrence, TorchRecurrence
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.cpu.entry_attention import NativeEntryStep
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.recurrence import NativeRecurrence
-from stemma.model.entry_attention import EntryAttentionStep
 from stemma.model.foreign.adapters import AdaptedModules
 from stemma.model.foreign.attention import POSITIONS_KEYWORD, STEP_KEYWORD, AttentionProbe
 from stemma.model.foreign.recurrence import (
@@ -28,10 +31,7 @@ from stemma.model.foreign.recurrence import (
 )
 from stemma.model.foreign.rowwise import RowwiseOperations
 from stemma.model.foreign.weights import ModuleWeights
-from stemma.model.grouped_attention import step_over
 from stemma.model.lora.adapter import Adapter, LinearShape
-from stemma.model.paged import AttentionStep
-from stemma.model.recurrence import Recurrence, TorchRecurrence
 
 
 class ModuleDecoder:

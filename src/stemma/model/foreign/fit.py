@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from stemma.errors import ModelError
-from stemma.model.checkpoint_config import STORED_DTYPES
-from stemma.model.directory import StoredTensor
 from stemma.model.families.prediction import NUMBERED_LAYER, is_prediction
+from stemma.model.files.directory import StoredTensor
+from stemma.model.opened.checkpoint_config import STORED_DTYPES
 
 _SCALES = re.compile(
     r"(scale|scale_inv|scales|scale_2|qweight|qzeros|zero_point|g_idx|weight_packed|weight_shape|absmax|SCB"

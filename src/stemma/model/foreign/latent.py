@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from stemma.model.attend.latent import LatentProjection
 from stemma.model.cpu.latent import PackedLatent
 from stemma.model.cpu.weights import can_pack
-from stemma.model.latent import LatentProjection
 from stemma.native.library import Kernels
 
 

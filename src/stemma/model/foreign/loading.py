@@ -14,18 +14,18 @@ import torch
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.attention import SUPPORTED
-from stemma.model.checkpoint import Checkpoint, read_plain
-from stemma.model.checkpoint_config import SCORE_WEIGHT, is_classifier, runs_remote_code
-from stemma.model.directory import INDEX, lacks_metadata
-from stemma.model.extent import check_extent
+from stemma.model.attend.attention import SUPPORTED
 from stemma.model.families.registry import stacked_experts
+from stemma.model.files.directory import INDEX, lacks_metadata
+from stemma.model.files.extent import check_extent
+from stemma.model.files.foreign_code import foreign_code
+from stemma.model.files.llama_config import as_transformers
+from stemma.model.files.progress import Progress
 from stemma.model.foreign.fit import check_shapes, check_surplus
 from stemma.model.foreign.reports import transformers_reports
 from stemma.model.foreign.weights import ModuleWeights
-from stemma.model.foreign_code import foreign_code
-from stemma.model.llama_config import as_transformers
-from stemma.model.progress import Progress
+from stemma.model.opened.checkpoint import Checkpoint, read_plain
+from stemma.model.opened.checkpoint_config import SCORE_WEIGHT, is_classifier, runs_remote_code
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ import torch
 
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.memory.device.layout import WindowGroup
-from stemma.model.attention import SUPPORTED, AttentionCall
-from stemma.model.compression import compressed_layout
+from stemma.model.attend.attention import SUPPORTED, AttentionCall
+from stemma.model.attend.compression import compressed_layout
+from stemma.model.attend.kept_kv import KVShape
+from stemma.model.attend.recurrence import TorchRecurrence
 from stemma.model.foreign.attention import POSITIONS_KEYWORD, STEP_KEYWORD, AttentionProbe
 from stemma.model.foreign.recurrence import ProbedStates, cache_of, divert, running
-from stemma.model.kept_kv import KVShape
-from stemma.model.recurrence import TorchRecurrence
 
 _LEAST_DIM = 16
 

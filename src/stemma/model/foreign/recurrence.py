@@ -24,9 +24,9 @@ from torch import nn
 from stemma.errors import UnsupportedModel
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import StateLayout, StatePart
-from stemma.model.attention import SUPPORTED
-from stemma.model.batch import ForwardBatch
-from stemma.model.recurrence import Recurrence, SequenceRows
+from stemma.model.attend.attention import SUPPORTED
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.recurrence import Recurrence, SequenceRows
 
 CONV, RECURRENT = "conv", "recurrent"
 Function: TypeAlias = Callable[..., Any]

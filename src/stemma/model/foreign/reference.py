@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from stemma.errors import UnsupportedModel
-from stemma.model.attention import SUPPORTED
+from stemma.model.attend.attention import SUPPORTED
 from stemma.model.families.registry import TESTED
-from stemma.model.foreign_code import foreign_code
-from stemma.model.same_bits import median_error
-from stemma.model.selfcheck import CHUNKS, LIMITS, NUM_TOKENS, Reference, check_logits
+from stemma.model.files.foreign_code import foreign_code
+from stemma.model.opened.same_bits import median_error
+from stemma.model.opened.selfcheck import CHUNKS, LIMITS, NUM_TOKENS, Reference, check_logits
 
 LARGE_BYTES = 2 << 30
 """Weights of all layers together above which only some layers are checked."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils import logging as hf_logging
 
-from stemma.model.progress import Progress
+from stemma.model.files.progress import Progress
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from stemma.errors import UnsupportedModel
+from stemma.model.attend.selection import Scoring, Selection
 from stemma.model.foreign.attention import paged_attention
-from stemma.model.selection import Scoring, Selection
 
 _ROTATIONS = {
     "DeepseekV32Attention": "apply_rotary_pos_emb",

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 
 from stemma.errors import ModelError
-from stemma.model.checkpoint import read_plain
 from stemma.model.cpu.packing import Packing
-from stemma.model.directory import StoredTensor
+from stemma.model.files.directory import StoredTensor
+from stemma.model.files.foreign_code import foreign_code
 from stemma.model.foreign.linears import pack_linears, plain_layers
 from stemma.model.foreign.rowwise import RowwiseOperations
 from stemma.model.foreign.weights import ModuleWeights
-from stemma.model.foreign_code import foreign_code
+from stemma.model.formats.weight_check import check_finite
+from stemma.model.opened.checkpoint import read_plain
 from stemma.model.vision.checkpoint import check_tower
 from stemma.model.vision.family import Pixels, Tower, VisionConfig
-from stemma.model.weight_check import check_finite
 
 
 class VisionEncoder:

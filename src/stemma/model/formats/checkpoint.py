@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from stemma.errors import ModelError
-from stemma.model.directory import StoredTensor, open_safetensors, stored_tensors
+from stemma.model.files.directory import StoredTensor, open_safetensors, stored_tensors
 from stemma.model.formats.summary import FormatCounts
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.model.weights.stored import DeferredWeight, StoredWeights

@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.utils.match import match_name
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.foreign_code import foreign_code
+from stemma.model.files.foreign_code import foreign_code
 from stemma.model.formats.checkpoint import (
     PER_TOKEN,
     UNQUANTIZED,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stemma.errors import ModelError
-from stemma.model.directory import StoredTensor
+from stemma.model.files.directory import StoredTensor
 from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights
 from stemma.model.formats.mxfp4 import MXFP4_LEVELS
 from stemma.model.formats.summary import FormatCounts

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stemma.model.directory import description_file, is_gguf, read_json
+from stemma.model.files.directory import description_file, is_gguf, read_json
 from stemma.model.formats.checkpoint import CheckpointTensors
 from stemma.model.formats.summary import FormatCounts
 from stemma.model.weights.stored import StoredWeights
@@ -42,8 +42,8 @@ def read_quantized(
     what the format knows and the reader doesn't.
     """
     if name == GGUF:
+        from stemma.model.files.gguf_header import read_header
         from stemma.model.formats.gguf.weights import read_weights
-        from stemma.model.gguf_header import read_header
 
         return read_weights(read_header(path), config, dtype)
     tensors = CheckpointTensors(path, prefix)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from stemma.errors import AdapterError, ModelError
-from stemma.model.directory import StoredTensor, read_json, read_safetensors_header
+from stemma.model.files.directory import StoredTensor, read_json, read_safetensors_header
 from stemma.model.lora.adapter import Adapter, LinearShape, LowRankPair
 from stemma.model.lora.config import AdapterConfig
 

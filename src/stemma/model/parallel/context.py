@@ -18,14 +18,14 @@ import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import DTYPE_BYTES, KVLayout
-from stemma.model.attention import AttentionCall, Sight
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.attention import AttentionCall, Sight
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.paged import AttentionStep
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.cpu.packing import Packing
 from stemma.model.foreign.attention import AttentionProbe
 from stemma.model.foreign.decoder import ModuleDecoder
 from stemma.model.foreign.weights import ModuleWeights
-from stemma.model.paged import AttentionStep
 from stemma.model.parallel.dealing import Dealing, DealtStep, Integers, Queries, Sizes
 from stemma.model.parallel.group import RankGroup
 from stemma.model.parallel.partial import (

@@ -10,11 +10,11 @@ from torch import nn
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError, UnsupportedModel
-from stemma.model.checkpoint_abilities import needs_hidden
-from stemma.model.checkpoint_config import quantization_of, runs_remote_code
-from stemma.model.directory import is_gguf, open_safetensors, stored_tensors
 from stemma.model.families.cuts import Cuts
+from stemma.model.files.directory import is_gguf, open_safetensors, stored_tensors
 from stemma.model.formats.reading import find_format
+from stemma.model.opened.checkpoint_abilities import needs_hidden
+from stemma.model.opened.checkpoint_config import quantization_of, runs_remote_code
 from stemma.model.parallel.share import Cut, Share, check_groups, check_share, cut_of
 from stemma.model.weights.rounding import round_to_nearest
 

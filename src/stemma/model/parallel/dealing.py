@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stemma.model.attention import Sight
-from stemma.model.batch import ForwardBatch
+from stemma.model.attend.attention import Sight
+from stemma.model.attend.batch import ForwardBatch
 
 Integers = npt.NDArray[np.int64]
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from stemma.memory.device.layout import KVLayout
-from stemma.model.attention import AttentionCall
+from stemma.model.attend.attention import AttentionCall
+from stemma.model.attend.kv_format import KVRows, LayerSource
 from stemma.model.cpu.attention import NativePlan, PlannedQueries, native_format
-from stemma.model.kv_format import KVRows, LayerSource
 from stemma.model.parallel.dealing import Queries
 from stemma.native.library import Kernels
 from stemma.native.structures import AttendArgs, MergeArgs

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.directory import StoredTensor
+from stemma.model.files.directory import StoredTensor
 from stemma.model.vision.family import VisionConfig, VisionFamily
 from stemma.model.vision.registry import vision_family_of
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stemma.errors import ConfigError, InvalidRequest
-from stemma.model.foreign_code import foreign_code
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.files.foreign_code import foreign_code
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.model.vision.decoding import (
     KEPT_BYTES_PER_PIXEL,
     NEEDS_PILLOW,

@@ -13,7 +13,7 @@ from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.thinking import ThinkingTokens
 from stemma.errors import InvalidRequest
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.answers.events import (
     Answer,
     AnswerParser,

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from stemma.engine.sampling.logprobs import TokenLogprob
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.observe.collected import CollectedSequence
 
 TextOf = Callable[[int], str]

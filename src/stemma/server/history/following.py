@@ -12,7 +12,7 @@ import numpy as np
 
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.engine.client import EngineClient
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.prefix.eviction.policy import Conclusion, Ending
 from stemma.prefix.explain import MissReason
 from stemma.prefix.image_ids import FIRST_IMAGE_ID, are_images

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.history.answers import CONTEXT_TOKENS, Match, Place, WrittenAnswer, WrittenAnswers
 from stemma.types import TokenArray, as_tokens
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.types import TokenArray
 
 _INCOMPLETE = "\ufffd"

@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from stemma.engine.api import CacheReport
 from stemma.errors import InvalidRequest
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.prefix.explain import MissReason
 from stemma.server.observe.explanations import Explanation
 from stemma.server.observe.prompt_parts import Difference

@@ -25,8 +25,8 @@ from stemma.cluster.health import Check
 from stemma.cluster.replica_calls import RoutedCall
 from stemma.config.cluster import ClusterFile
 from stemma.http import async_http_client
-from stemma.model.located import located_model
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.load.located import located_model
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.access import Access
 from stemma.server.replicas.metrics import gathered
 from stemma.server.replicas.patience import Patience

@@ -31,7 +31,7 @@ from stemma.types import TokenArray
 from stemma.workers import WorkerThreads
 
 if TYPE_CHECKING:  # torch isn't needed to pass requests on
-    from stemma.model.tokenizer import Tokenizer
+    from stemma.model.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from stemma.server.routing.served_fleet import ServedFleet
 from stemma.server.routing.server_list import FleetServer, ServerList
 
 if TYPE_CHECKING:  # torch isn't needed to pass requests on
-    from stemma.model.tokenizer import Tokenizer
+    from stemma.model.text.tokenizer import Tokenizer
 
 
 _log = logging.getLogger(__name__)

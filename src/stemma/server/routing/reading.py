@@ -20,7 +20,7 @@ from stemma.server.turn.template_rules import TemplateRules
 from stemma.types import TokenArray
 
 if TYPE_CHECKING:  # torch isn't needed to pass requests on
-    from stemma.model.tokenizer import Tokenizer
+    from stemma.model.text.tokenizer import Tokenizer
 
 
 class PromptReader:

@@ -35,7 +35,7 @@ from stemma.server.routing.server_list import ServerList
 from stemma.types import TokenArray
 
 if TYPE_CHECKING:  # torch isn't needed to pass requests on
-    from stemma.model.tokenizer import Tokenizer
+    from stemma.model.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 WATCH_EVERY_S = 2.0

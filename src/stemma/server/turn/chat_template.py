@@ -1,9 +1,9 @@
 """Chat templates: what a client may pass to the checkpoint's, and how a client's own template is handled.
 
-A template is a program. The checkpoint's renders in bounds (`model/template_bounds.py`), and its input comes
-from clients. So the size of the input is limited, and a client sets only variables that the template reads,
-never a parameter of the function that renders it. A client's own template is refused, or rendered with a time
-and a memory limit in a process (`template_process.py`).
+A template is a program. The checkpoint's renders in bounds (`model/text/template_bounds.py`), and its input
+comes from clients. So the size of the input is limited, and a client sets only variables that the template
+reads, never a parameter of the function that renders it. A client's own template is refused, or rendered with
+a time and a memory limit in a process (`template_process.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from stemma.errors import InvalidRequest
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.model.vision.prompt import ReadImage
 from stemma.server.admission.caller import caller
 from stemma.server.history.answers import scope_of

@@ -1,9 +1,9 @@
 """Token ids of texts that came before: a text that begins as another one did is tokenized from there on.
 
-Texts are kept in pieces, cut where tokenizing begins anew (`model/text_cuts.py`), and whole where that isn't
-known. Exact by construction: the key is the piece itself, with all that decides its ids. Whether a piece is
-known shows in the time of an answer, as a hit of the prefix cache does, so only requests that share prefixes
-share texts.
+Texts are kept in pieces, cut where tokenizing begins anew (`model/text/text_cuts.py`), and whole where that
+isn't known. Exact by construction: the key is the piece itself, with all that decides its ids. Whether a
+piece is known shows in the time of an answer, as a hit of the prefix cache does, so only requests that share
+prefixes share texts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.types import TokenArray
 
 MIN_CHARS = 1024

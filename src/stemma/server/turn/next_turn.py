@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stemma.model.lora.adapter import Adapter
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.answers.chat import AnswerReader, message_of
 from stemma.server.history.token_texts import TokenTexts
 from stemma.server.schemas.openai import ChatRequest, Message

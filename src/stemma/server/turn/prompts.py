@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from stemma.config.settings import RequestSettings
 from stemma.errors import InvalidRequest, PromptTooLong
 from stemma.model.lora.adapter import Adapter
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.model.vision.sources import ImageSource
 from stemma.server.schemas.bounds import MAX_INT32, MAX_PROMPTS
 from stemma.server.schemas.openai import ChatRequest, Message, OpenAIRequest

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from stemma.engine.api import CacheReport, PromptProgress
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.history.following import HistoryReport
 from stemma.server.history.preparing import TurnPreparer
 from stemma.server.observe.explain import Explainer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stemma.errors import InvalidRequest
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.model.vision.sources import in_parts
 
 Message = Mapping[str, Any]

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from stemma.errors import ConfigError, StemmaError
-from stemma.model.fingerprint import model_fingerprint
+from stemma.model.files.fingerprint import model_fingerprint
 from stemma.prefix.keys import KeySpace
 from stemma_connect.settings import StorageSettings
 from stemma_connect.sglang.pages import PageStores

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from stemma.errors import ConfigError, ModelError
-from stemma.model.fingerprint import model_fingerprint
+from stemma.model.files.fingerprint import model_fingerprint
 from stemma.prefix.keys import KeySpace
 
 

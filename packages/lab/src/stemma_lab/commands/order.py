@@ -85,8 +85,8 @@ def _counter(tokenizer: Path | None) -> Callable[[str], int]:
     """Return what counts the tokens of a text: four characters each if there is no tokenizer."""
     if tokenizer is None:
         return lambda text: -(-len(text) // 4)
-    from stemma.model.located import located_path
-    from stemma.model.tokenizer import Tokenizer  # takes seconds to import
+    from stemma.model.load.located import located_path
+    from stemma.model.text.tokenizer import Tokenizer  # takes seconds to import
 
     read = Tokenizer(located_path(tokenizer))
     return lambda text: len(read.encode(text, add_special_tokens=False))

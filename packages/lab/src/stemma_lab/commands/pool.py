@@ -14,9 +14,9 @@ from rich.table import Table
 from stemma.config.sizes import format_size, parse_size
 from stemma.errors import ConfigError, ModelError
 from stemma.memory.device.layout import DTYPE_BYTES, KVLayout, StoredAs
-from stemma.model.compression import compressed_layout
-from stemma.model.directory import is_gguf
-from stemma.model.foreign_code import foreign_code
+from stemma.model.attend.compression import compressed_layout
+from stemma.model.files.directory import is_gguf
+from stemma.model.files.foreign_code import foreign_code
 from stemma_lab.pool_plan import MAX_LINKS, PoolPlan, PoolTokens, plan_pool, plan_tokens
 
 _STORED = ("int8", "fp8")
@@ -136,8 +136,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_gguf_config(path: Path) -> dict[str, Any]:
+    from stemma.model.files.gguf_header import read_header
     from stemma.model.formats.gguf.config import read_config
-    from stemma.model.gguf_header import read_header
 
     header = read_header(path)
     matrices = {tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1}

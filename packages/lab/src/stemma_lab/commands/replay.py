@@ -215,8 +215,10 @@ def load_trace(
 
 def _tokenizer_loader(path: Path) -> Callable[[], ChatTokenizer]:
     def load() -> ChatTokenizer:
-        from stemma.model.located import located_path
-        from stemma.model.tokenizer import Tokenizer  # takes seconds to import, and only one format needs it
+        from stemma.model.load.located import located_path
+        from stemma.model.text.tokenizer import (
+            Tokenizer,  # takes seconds to import, and only one format needs it
+        )
 
         return Tokenizer(located_path(path))
 

@@ -9,9 +9,9 @@ from gguf import dequantize
 from stemma.errors import UnsupportedModel
 from stemma.model.families.gguf import Fields, GGUFForm
 from stemma.model.families.registry import GGUF_FORMS
+from stemma.model.files.gguf_header import GGUFHeader
+from stemma.model.files.gguf_keys import shown
 from stemma.model.formats.gguf.tensors import raw_data
-from stemma.model.gguf_header import GGUFHeader
-from stemma.model.gguf_keys import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from stemma.model.families.registry import stacked_experts
+from stemma.model.files.gguf_header import read_header
+from stemma.model.files.llama_config import as_transformers
 from stemma.model.formats.gguf.config import read_config
 from stemma.model.formats.gguf.tokenizer import read_tokenizer
 from stemma.model.formats.gguf.vocabulary import end_token_ids
 from stemma.model.formats.gguf.weights import read_weights
-from stemma.model.gguf_header import read_header
-from stemma.model.llama_config import as_transformers
 
 
 def convert(source: Path, target: Path) -> None:

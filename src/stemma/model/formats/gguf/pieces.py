@@ -10,8 +10,8 @@ import torch
 
 from stemma.errors import ModelError
 from stemma.model.families.gguf_changes import Change
+from stemma.model.files.gguf_header import GGUFHeader, GGUFTensor
 from stemma.model.formats.gguf.tensors import is_kept, raw_data, split, widen
-from stemma.model.gguf_header import GGUFHeader, GGUFTensor
 from stemma.model.weights.joining import alike, below_each_other
 from stemma.model.weights.multiples import numbers_of
 from stemma.model.weights.quantized import QuantizedWeight

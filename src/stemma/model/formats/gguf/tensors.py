@@ -16,8 +16,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from gguf.quants import IQ4_NL
 
 from stemma.errors import ModelError
+from stemma.model.files.gguf_header import GGUFTensor
 from stemma.model.formats.mxfp4 import MXFP4_LEVELS, mxfp4_scales
-from stemma.model.gguf_header import GGUFTensor
 from stemma.model.weights.multiples import GroupNumbers, Multiples
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.native.library import loaded_kernels

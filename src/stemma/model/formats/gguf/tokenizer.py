@@ -15,7 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from stemma.errors import ModelError
-from stemma.model.foreign_code import foreign_code
+from stemma.model.files.foreign_code import foreign_code
+from stemma.model.files.gguf_header import GGUFHeader
+from stemma.model.files.gguf_keys import shown
 from stemma.model.formats.gguf.vocabulary import (
     CONTROL,
     DIGITS_APART,
@@ -26,8 +28,6 @@ from stemma.model.formats.gguf.vocabulary import (
     read_vocabulary,
     token_id,
 )
-from stemma.model.gguf_header import GGUFHeader
-from stemma.model.gguf_keys import shown
 
 _NORMALIZED = frozenset({"qwen2"})
 """Vocabularies whose own tokenizer composes characters (NFC) first."""

@@ -9,10 +9,10 @@ from typing import Any
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from stemma.errors import ModelError, UnsupportedModel
+from stemma.model.files.generation import ends_messages_only
+from stemma.model.files.gguf_header import GGUFHeader
+from stemma.model.files.gguf_keys import shown
 from stemma.model.formats.gguf.merges import Split, merges_of
-from stemma.model.generation import ends_messages_only
-from stemma.model.gguf_header import GGUFHeader
-from stemma.model.gguf_keys import shown
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Types of tokens that are told apart here (`llama_token_type` in llama.cpp)."""

@@ -17,11 +17,11 @@ import torch
 from stemma.errors import ModelError
 from stemma.model.families.gguf import ROTARY_FACTORS, GGUFForm
 from stemma.model.families.gguf_changes import Change
+from stemma.model.files.gguf_header import GGUFHeader, GGUFTensor
 from stemma.model.formats.gguf.config import form_of
 from stemma.model.formats.gguf.pieces import Piece, Whole
 from stemma.model.formats.gguf.tensors import is_read, raw_data, widen
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.gguf_header import GGUFHeader, GGUFTensor
 from stemma.model.weights.stored import DeferredWeight, StoredWeights
 
 _NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,8})\.)?([\w.]+?)(\.weight|\.bias)?", re.ASCII)

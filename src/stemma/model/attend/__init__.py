@@ -1,0 +1,1 @@
+"""How a step sees earlier tokens: paged KV, windows, latents, selections, recurrent states; torch alone."""
