@@ -8,6 +8,7 @@ import os
 
 JSON = "application/json"
 SSE = "text/event-stream"
+BIG_BYTES = 16 * 2**20
 RESETS = ("reset", "cut")
 
 
@@ -77,6 +78,10 @@ class SickServer:
             return False
         elif self.mode == "hang":
             await asyncio.sleep(3600)
+        elif self.mode.startswith("big"):
+            content = b'{"text": "' + b"x" * BIG_BYTES + b'"}'
+            writer.write(answer(200, content)[: -BIG_BYTES // 4 if self.mode == "big-cut" else None])
+            return self.mode == "big"
         elif streams:
             await asyncio.sleep(0.002)
             writer.write(f"HTTP/1.1 200 x\r\ncontent-type: {SSE}\r\nconnection: close\r\n\r\n".encode())
