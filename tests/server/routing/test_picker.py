@@ -90,9 +90,15 @@ def body(content: bytes = BODY, *, end: bool = True) -> Any:
     return ext_proc.ProcessingRequest(request_body=ext_proc.HttpBody(body=content, end_of_stream=end))
 
 
-def answered(status: str) -> Any:
-    given = core.HeaderMap(headers=[core.HeaderValue(key=":status", raw_value=status.encode())])
-    return ext_proc.ProcessingRequest(response_headers=ext_proc.HttpHeaders(headers=given))
+def answered(status: str, **more: str) -> Any:
+    pairs = {":status": status, **more}
+    given = [core.HeaderValue(key=name, raw_value=value.encode()) for name, value in pairs.items()]
+    told = ext_proc.HttpHeaders(headers=core.HeaderMap(headers=given))
+    return ext_proc.ProcessingRequest(response_headers=told)
+
+
+def answer_body(content: bytes, *, end: bool = True) -> Any:
+    return ext_proc.ProcessingRequest(response_body=ext_proc.HttpBody(body=content, end_of_stream=end))
 
 
 def mutation_of(answer: Any) -> Any:
@@ -143,6 +149,40 @@ async def test_envoy_is_told_how_long_to_wait_for_a_whole_answer(picker: Asked) 
     _, limit = mutation_of(told).set_headers
     prefill_s = picker.served.fleet.members[0].speed.limit_s(300)
     assert int(limit.header.raw_value) == round(1000 * (30 + prefill_s + 4 * 200 * 0.25))
+
+
+WHOLE = orjson.dumps({"prompt": list(range(300))})
+JSON: dict[str, Any] = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, FULL_DUPLEX])
+async def test_whole_answers_measure_their_server(picker: Asked, mode: int) -> None:
+    """As in the router. Envoy is asked for the body, unless its configuration alone says what is sent."""
+    usage = orjson.dumps({"usage": {"completion_tokens": 7}})
+    pieces = answer_body(usage[:9], end=False), answer_body(usage[9:])
+    for _ in range(10):
+        *_, told, first, last = await picker.exchange(
+            headers(mode=mode), body(WHOLE), answered("200", **JSON), *pieces
+        )
+        assert (told.mode_override is None) is (mode == FULL_DUPLEX)
+        if mode == FULL_DUPLEX:
+            passed = [one.response_body.response.body_mutation.streamed_response for one in (first, last)]
+            assert b"".join(one.body for one in passed) == usage
+    assert [one.pace.whole.mean_s is None for one in picker.served.fleet.members].count(False) == 1
+    assert all(one.pace.prefill.mean_s is None for one in picker.served.fleet.members)
+
+
+@pytest.mark.parametrize(
+    ("status", "content"),
+    [("200", b"{"), ("200", b"{}"), ("200", b"[" * 4000), ("500", b'{"usage": {"completion_tokens": 7}}')],
+)
+async def test_answers_that_say_nothing_measure_nothing(picker: Asked, status: str, content: bytes) -> None:
+    for _ in range(10):
+        *_, last = await picker.exchange(
+            headers(), body(WHOLE), answered(status, **JSON), answer_body(content)
+        )
+        assert last.response_body is not None
+    assert [one.pace.whole.mean_s for one in picker.served.fleet.members] == [None] * 3
 
 
 async def test_a_streamed_body_is_held_and_goes_on_whole(picker: Asked) -> None:
