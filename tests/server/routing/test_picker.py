@@ -185,6 +185,25 @@ async def test_answers_that_say_nothing_measure_nothing(picker: Asked, status: s
     assert [one.pace.whole.mean_s for one in picker.served.fleet.members] == [None] * 3
 
 
+@pytest.mark.parametrize("content", [WHOLE, BODY])
+async def test_an_answer_of_another_server_than_the_first_measures_nobody(
+    picker: Asked, content: bytes
+) -> None:
+    """Envoy went on to it, and doesn't say when."""
+    usage = answer_body(orjson.dumps({"usage": {"completion_tokens": 7}}))
+    chosen = choice((await picker.exchange(headers(), body(content)))[-1])
+    told = answered("200", **JSON)
+    served = protobuf.Struct(
+        fields={"x-gateway-destination-endpoint-served": protobuf.Value(string_value=chosen[1])}
+    )
+    told.metadata_context = core.Metadata(filter_metadata={"envoy.lb": served})
+    for _ in range(10):
+        await picker.exchange(headers(subset=chosen[:1]), body(content), told, usage)
+    members = picker.served.fleet.members
+    assert [(one.pace.whole.mean_s, one.pace.prefill.mean_s) for one in members] == [(None, None)] * 3
+    assert sum(one.speed.num_samples for one in members) == 0
+
+
 async def test_a_streamed_body_is_held_and_goes_on_whole(picker: Asked) -> None:
     pieces = [body(BODY[:100], end=False), body(BODY[100:200], end=False), body(BODY[200:])]
     chosen, *passed = await picker.exchange(headers(mode=FULL_DUPLEX), *pieces)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -176,12 +176,13 @@ class Exchange:
     def _begun(self, member: FleetMember, *, is_retry: bool) -> Try:
         if self._try is not None:
             self._try.end(Outcome.LEFT)  # unless it has ended: there is one try at a time
-        fleet = self._served.fleet
-        return fleet.begin(member, self._ask, is_retry=is_retry, is_streamed=self._is_streamed)
+        # When Envoy began a retry nobody says: it measures nothing, as if it weren't streamed.
+        is_streamed = self._is_streamed and not is_retry
+        return self._served.fleet.begin(member, self._ask, is_retry=is_retry, is_streamed=is_streamed)
 
     def _answered(self, headers: dict[str, str], served: str | None) -> None:
         """Note how the request was answered, and by whom: Envoy may have gone on to the next endpoint."""
-        one = self._try
+        first = one = self._try
         status = headers.get(":status", "")
         self._status = int(status) if status.isascii() and status.isdecimal() and len(status) == 3 else 0
         if one is None:
@@ -196,8 +197,7 @@ class Exchange:
             one.end(Outcome.UNSENT)
         if one is not None and outcome_of(self._status) is Outcome.ANSWERED:
             one.first_byte()
-            is_json = "json" in headers.get("content-type", "") and "content-encoding" not in headers
-            if is_json and not self._is_streamed and self._status == 200:
+            if one is first and not self._is_streamed and _is_short_json(headers):
                 self._answer = []
 
     async def _measure(self, piece: bytes, is_last: bool) -> None:
@@ -216,3 +216,10 @@ class Exchange:
         if is_last or sum(map(len, self._answer)) > MOST_HELD_BYTES:
             self._answer = None
             self._holding.close()
+
+
+def _is_short_json(headers: Mapping[str, str]) -> bool:
+    """Return whether an answer is JSON that can be read here; one of unknown length may be."""
+    length = headers.get("content-length", "0")
+    is_short = length.isascii() and length.isdecimal() and len(length) < 9 and int(length) <= MOST_HELD_BYTES
+    return is_short and "json" in headers.get("content-type", "") and "content-encoding" not in headers
