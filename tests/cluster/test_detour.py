@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from stemma.cluster.detour import Detour, Way
+from stemma.cluster.detour import Detour
+from stemma.two_ways import Way
 from tests.memory.manual_clock import ManualClock
 
 TOKENS = 1000

@@ -40,7 +40,9 @@ def run_prefill_decode(cluster: ClusterFile) -> None:
     with _engines(cluster, logs) as groups:
         for number, (prefills, decodes) in enumerate(groups):
             console.print(f"pool {number}: prefill {', '.join(prefills)}; decode {', '.join(decodes)}")
-        options = RouteOptions(server.host, server.max_body_bytes, Access(server).admin_key)
+        options = RouteOptions(
+            server.host, server.max_body_bytes, Access(server).admin_key, answer_memory=server.answer_memory
+        )
         serve_proxy(create_groups_app(groups, options=options), server)
 
 

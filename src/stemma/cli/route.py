@@ -56,7 +56,13 @@ def command(
     body_memory: Annotated[
         str, typer.Option(help="Bodies passed on at once; one key may hold half.")
     ] = "512MiB",
+    answer_memory: Annotated[
+        str, typer.Option(help="Whole answers held until clients have read them; one key may hold half.")
+    ] = "512MiB",
     max_connections: Annotated[int, typer.Option(min=1, help="Open connections.")] = 1024,
+    send_timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="Who reads less than 32 KiB in so long loses the connection.")
+    ] = 30.0,
     admin_key: Annotated[
         str | None,
         typer.Option(
@@ -78,10 +84,16 @@ def command(
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = ServerSettings(
-        host=host, port=port, max_connections=max_connections, max_body_bytes=parse_size(max_body_bytes)
+        host=host,
+        port=port,
+        max_connections=max_connections,
+        max_body_bytes=parse_size(max_body_bytes),
+        send_timeout_s=send_timeout_s,
     )
     key = read_key(None if admin_key is None else check_key(admin_key), admin_key_file, "admin_key")
-    options = RouteOptions(host, settings.max_body_bytes, key, parse_size(body_memory))
+    options = RouteOptions(
+        host, settings.max_body_bytes, key, parse_size(body_memory), answer_memory=parse_size(answer_memory)
+    )
     is_fleet = bool(server) or servers is not None
     if is_fleet and (prefill or decode):
         raise ConfigError("give --server or --servers, or --prefill and --decode")

@@ -23,6 +23,7 @@ from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.pool.keys import PoolKeys
 from stemma.memory.tiers.pool.pool_store import PoolStore
 from stemma.memory.tiers.pool.shared_directory import open_backend
+from stemma.memory.tiers.pool_asks import PoolAsk
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.model.parallel.share import Share
 from stemma.prefix.eviction.lru import LRUPolicy
@@ -71,6 +72,7 @@ class OtherRank:
     def __init__(self, other: TierTransfer) -> None:
         self._other = other
         self._prefetches: dict[int, Prefetch] = {}
+        self.asks: list[PoolAsk] = []
 
     def tell(self, message: Any) -> None:
         self.tell_each([message])
@@ -92,12 +94,15 @@ class OtherRank:
         return [self._other.load(keys, block_ids)]
 
     def prefetch(
-        self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str]
-    ) -> tuple[int, list[Future[None]]]:
-        started = self._other.prefetch(parent, keys, owners)
+        self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str], ask: PoolAsk
+    ) -> tuple[int, list[Future[float]]]:
+        self.asks.append(ask)
+        started = self._other.prefetch(parent, keys, owners, ask=ask)
         assert started is not None
         self._prefetches[7] = started
-        return 7, [started.probe]
+        taken: Future[float] = Future()
+        started.probe.add_done_callback(lambda _: taken.set_result(self._other.asks.ask_s))
+        return 7, [taken]
 
     def result(self, future: Future[Any], timeout_s: float = WAIT_S) -> Any:
         return future.result(timeout_s)
@@ -236,10 +241,10 @@ def test_a_part_that_is_damaged_in_the_pool_is_never_used(
 
 def test_a_probe_waits_for_every_rank(pooled: tuple[Rank, Rank, RankedTiers]) -> None:
     first, second, _ = pooled
-    theirs: Future[None] = Future()
+    theirs: Future[float] = Future()
 
     class Slow(OtherRank):
-        def prefetch(self, *_arguments: object) -> tuple[int, list[Future[None]]]:
+        def prefetch(self, *_arguments: object) -> tuple[int, list[Future[float]]]:
             return 1, [theirs]
 
     slow: Any = Slow(second.tiers)
@@ -247,5 +252,38 @@ def test_a_probe_waits_for_every_rank(pooled: tuple[Rank, Rank, RankedTiers]) ->
     started = tiers.prefetch(BlockKey(bytes(32)), KEYS[:3])
     assert started is not None
     assert not started.probe.done()
-    theirs.set_result(None)
+    theirs.set_result(0.1)
     started.probe.result(WAIT_S)
+
+
+@pytest.mark.parametrize("far", [0, 1])
+def test_ranks_with_different_measurements_take_the_same_way(
+    tmp_path: Path, far: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link of one of them to the pool is slow; rank 0 decides for both, by the slower one."""
+    first, second = both = Rank(0, 0, tmp_path), Rank(1, 0, tmp_path)
+    num_asked = [0, 0]
+    for number, one in enumerate(both):
+
+        def exists_many(
+            keys: Sequence[BlockKey], number: int = number, pool: PoolStore = one.pool
+        ) -> list[bool]:
+            num_asked[number] += 1
+            return PoolStore.exists_many(pool, keys)
+
+        monkeypatch.setattr(one.pool, "exists_many", exists_many)
+        one.tiers.asks.observe(1, 0, 5.0 if number == far else 0.0)
+    first.tiers.observe_prefill(64, 0.001)  # computing costs next to nothing
+    other = OtherRank(second.tiers)
+    stand_in: Any = other
+    tiers = RankedTiers(first.tiers, stand_in)
+    found = [probed(tiers) for _ in range(8)]
+    assert found == [0] * 8
+    assert PoolAsk.AWAITED not in other.asks[1:], "rank 0 heard of it with the first answer at the latest"
+    assert num_asked[0] == num_asked[1] <= 1
+    tiers.on_commit(BLOCKS[:3])
+    assert all(one.tiers.drain(WAIT_S) for one in both)
+    assert tiers.load(KEYS[:3], [9, 10, 11]).result(WAIT_S) == 3
+    assert [one.first_byte(9) for one in both] == [0, 10]
+    for one in both:
+        one.tiers.close()

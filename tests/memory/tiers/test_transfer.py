@@ -453,6 +453,60 @@ def test_a_tier_far_away_is_worth_it_for_much_at_once() -> None:
     assert estimator.num_worth_loading([Tier.POOL] * 10) == 10
 
 
+def test_the_fixed_part_of_a_step_is_not_the_tokens_time() -> None:
+    """A step takes 0.1 s and a millisecond a token; most are the short rests behind hits."""
+    estimator = LoadEstimator(16, ManualClock())
+    for num_tokens in (64, 64, 256, 64, 100, 64, 64, 64):
+        estimator.observe_prefill(num_tokens, 0.1 + 0.001 * num_tokens)
+    assert estimator.compute_s == pytest.approx(0.016, rel=0.01)
+    for _ in range(50):  # one size only: the fixed part stays
+        estimator.observe_prefill(64, 0.164)
+    assert estimator.compute_s == pytest.approx(0.016, rel=0.01)
+    for num_tokens in (64, 10_000, 64):  # the larger step was faster: nothing below zero
+        estimator.observe_prefill(num_tokens, 0.1)
+    compute_s = estimator.compute_s
+    assert compute_s is not None
+    assert 0.0 <= compute_s < 0.016
+    estimator.observe_prefill(1, 100.0)  # too short to say anything
+    assert estimator.compute_s == compute_s
+
+
+def test_whether_prompts_of_a_size_were_computed_is_known_for_a_minute() -> None:
+    clock = ManualClock()
+    estimator = LoadEstimator(16, clock)
+    assert estimator.has_computed(3), "shorter steps aren't measured"
+    assert not estimator.has_computed(16)
+    estimator.observe_prefill(128, 1.0)
+    assert [estimator.has_computed(count) for count in (4, 16, 17)] == [True, True, False]
+    clock.now += 61.0
+    assert not estimator.has_computed(16)
+
+
+def test_a_load_does_not_ask_the_pool_for_what_was_seen_there(rig: Rig) -> None:
+    """Each question costs a round trip, which a load from far away would make twice."""
+
+    class Counted(SlowStore):
+        num_asked = 0
+
+        def exists_many(self, keys):
+            self.num_asked += 1
+            return super().exists_many(keys)
+
+    pool = Counted()
+    transfer = rig.open(pool)
+    blocks = rig.fill("a", 4)
+    transfer.on_commit(blocks)
+    assert transfer.drain(TIMEOUT_S)
+    transfer.flush()
+    prefetch = transfer.prefetch(ROOT, keys(blocks))
+    assert prefetch is not None
+    prefetch.probe.result(TIMEOUT_S)
+    assert transfer.load(keys(blocks), [20, 21, 22, 23]).result(TIMEOUT_S) == 4
+    assert pool.num_asked == 1
+    pool.remove(keys(blocks)[2:])  # another server did
+    assert transfer.load(keys(blocks), [20, 21, 22, 23]).result(TIMEOUT_S) == 2
+
+
 def test_blocks_that_spare_nothing_cost_their_time() -> None:
     estimator = LoadEstimator(16, ManualClock())
     assert estimator.gain_s([Tier.DISK] * 100, 16) > 0, "nothing is known"

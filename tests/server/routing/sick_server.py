@@ -8,6 +8,7 @@ import os
 
 JSON = "application/json"
 SSE = "text/event-stream"
+BIG_BYTES = 16 * 2**20
 RESETS = ("reset", "cut")
 
 
@@ -60,7 +61,9 @@ class SickServer:
     async def generate(self, writer: asyncio.StreamWriter, body: dict[str, object]) -> bool:
         """Answer; return whether the connection stays."""
         self.num_generated += 1
-        said = json.dumps({"pid": os.getpid(), "length": len(str(body.get("prompt")))}).encode()
+        usage = {"completion_tokens": 4}
+        length = len(str(body.get("prompt")))
+        said = json.dumps({"pid": os.getpid(), "length": length, "usage": usage}).encode()
         streams = bool(body.get("stream"))
         if self.mode in ("500", "401", "429", "502", "503"):
             writer.write(answer(int(self.mode), b'{"error": {}}'))
@@ -77,6 +80,10 @@ class SickServer:
             return False
         elif self.mode == "hang":
             await asyncio.sleep(3600)
+        elif self.mode.startswith("big"):
+            content = b'{"text": "' + b"x" * BIG_BYTES + b'"}'
+            writer.write(answer(200, content)[: -BIG_BYTES // 4 if self.mode == "big-cut" else None])
+            return self.mode == "big"
         elif streams:
             await asyncio.sleep(0.002)
             writer.write(f"HTTP/1.1 200 x\r\ncontent-type: {SSE}\r\nconnection: close\r\n\r\n".encode())
@@ -86,8 +93,9 @@ class SickServer:
                 await asyncio.sleep(float(str(body.get("pause", 0))))
             return False
         else:
-            await asyncio.sleep(float(str(body.get("pause", 0.002))))
-            writer.write(answer(200, said))
+            await asyncio.sleep(0.5 if self.mode == "slow" else float(str(body.get("pause", 0.002))))
+            rest = b" " * int(str(body.get("answer_bytes", 0)))
+            writer.write(answer(200, said + rest))
         return True
 
 

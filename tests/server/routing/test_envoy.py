@@ -26,6 +26,10 @@ pytest.importorskip("grpc_health", reason="the extra `envoy` isn't installed")
 EXAMPLE = ROOT / "examples/cluster/envoy/envoy.yaml"
 
 
+BOTH_WAYS = "full duplex both ways"
+"""As gateways with InferencePools do: answers pass through the picker too."""
+
+
 def port_of(url: str) -> int:
     return httpx.URL(url).port or 0
 
@@ -36,6 +40,10 @@ def config_with(listen: int, picker: int, servers: list[int], body_mode: str) ->
     if body_mode == "FULL_DUPLEX_STREAMED":
         text = text.replace("request_body_mode: BUFFERED", f"request_body_mode: {body_mode}")
         text = text.replace("request_trailer_mode: SKIP", "request_trailer_mode: SEND")
+    if body_mode == BOTH_WAYS:
+        text = text.replace("request_body_mode: BUFFERED", "request_body_mode: FULL_DUPLEX_STREAMED")
+        text = text.replace("response_body_mode: NONE", "response_body_mode: FULL_DUPLEX_STREAMED")
+        text = text.replace("trailer_mode: SKIP", "trailer_mode: SEND")
     config: dict[str, Any] = yaml.safe_load(text)
     config["static_resources"]["listeners"][0]["address"]["socket_address"]["port_value"] = listen
     for cluster in config["static_resources"]["clusters"]:
@@ -152,6 +160,28 @@ async def test_a_sick_server_costs_no_request(gateway: Envoy, mode: str) -> None
     else:
         become(gateway.servers[0], mode)
     assert await ask_many(gateway.url, 150, first=100) == {"ok": 150}
+
+
+@pytest.mark.parametrize("body_mode", ["BUFFERED", BOTH_WAYS])
+async def test_a_server_whose_whole_answers_are_slow_gets_hardly_any_requests(gateway: Envoy) -> None:
+    """Both are measured by the answers' own word of their length, which Envoy shows the picker."""
+    become(gateway.servers[0], "slow")
+
+    async def whole(client: httpx.AsyncClient, number: int) -> int:
+        return await served_by(client, gateway, [number, *range(100)])
+
+    async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None)) as client:
+        for start in range(0, 60, 4):
+            await asyncio.gather(*(whole(client, number) for number in range(start, start + 4)))
+        assert "ejected" in str(health(gateway.router)["servers"])
+        before = become(gateway.servers[0], "slow")
+        pids = await asyncio.gather(*(whole(client, number) for number in range(100, 140)))
+        assert len(pids) == 40
+        assert become(gateway.servers[0], "well") - before <= 2
+        large = {"prompt": "x", "answer_bytes": 70_000_000}
+        answer = await client.post(f"{gateway.url}/v1/completions", json=large)
+        assert len(answer.content) > 70_000_000, "it passes, unmeasured"
+    assert await ask_many(gateway.url, 20) == {"ok": 20}, "streams pass too"
 
 
 @pytest.mark.slow

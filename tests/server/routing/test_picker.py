@@ -90,9 +90,15 @@ def body(content: bytes = BODY, *, end: bool = True) -> Any:
     return ext_proc.ProcessingRequest(request_body=ext_proc.HttpBody(body=content, end_of_stream=end))
 
 
-def answered(status: str) -> Any:
-    given = core.HeaderMap(headers=[core.HeaderValue(key=":status", raw_value=status.encode())])
-    return ext_proc.ProcessingRequest(response_headers=ext_proc.HttpHeaders(headers=given))
+def answered(status: str, **more: str) -> Any:
+    pairs = {":status": status, **more}
+    given = [core.HeaderValue(key=name, raw_value=value.encode()) for name, value in pairs.items()]
+    told = ext_proc.HttpHeaders(headers=core.HeaderMap(headers=given))
+    return ext_proc.ProcessingRequest(response_headers=told)
+
+
+def answer_body(content: bytes, *, end: bool = True) -> Any:
+    return ext_proc.ProcessingRequest(response_body=ext_proc.HttpBody(body=content, end_of_stream=end))
 
 
 def mutation_of(answer: Any) -> Any:
@@ -143,6 +149,59 @@ async def test_envoy_is_told_how_long_to_wait_for_a_whole_answer(picker: Asked) 
     _, limit = mutation_of(told).set_headers
     prefill_s = picker.served.fleet.members[0].speed.limit_s(300)
     assert int(limit.header.raw_value) == round(1000 * (30 + prefill_s + 4 * 200 * 0.25))
+
+
+WHOLE = orjson.dumps({"prompt": list(range(300))})
+JSON: dict[str, Any] = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, FULL_DUPLEX])
+async def test_whole_answers_measure_their_server(picker: Asked, mode: int) -> None:
+    """As in the router. Envoy is asked for the body, unless its configuration alone says what is sent."""
+    usage = orjson.dumps({"usage": {"completion_tokens": 7}})
+    pieces = answer_body(usage[:9], end=False), answer_body(usage[9:])
+    for _ in range(10):
+        *_, told, first, last = await picker.exchange(
+            headers(mode=mode), body(WHOLE), answered("200", **JSON), *pieces
+        )
+        assert (told.mode_override is None) is (mode == FULL_DUPLEX)
+        if mode == FULL_DUPLEX:
+            passed = [one.response_body.response.body_mutation.streamed_response for one in (first, last)]
+            assert b"".join(one.body for one in passed) == usage
+    assert [one.pace.whole.mean_s is None for one in picker.served.fleet.members].count(False) == 1
+    assert all(one.pace.prefill.mean_s is None for one in picker.served.fleet.members)
+
+
+@pytest.mark.parametrize(
+    ("status", "content"),
+    [("200", b"{"), ("200", b"{}"), ("200", b"[" * 4000), ("500", b'{"usage": {"completion_tokens": 7}}')],
+)
+async def test_answers_that_say_nothing_measure_nothing(picker: Asked, status: str, content: bytes) -> None:
+    for _ in range(10):
+        *_, last = await picker.exchange(
+            headers(), body(WHOLE), answered(status, **JSON), answer_body(content)
+        )
+        assert last.response_body is not None
+    assert [one.pace.whole.mean_s for one in picker.served.fleet.members] == [None] * 3
+
+
+@pytest.mark.parametrize("content", [WHOLE, BODY])
+async def test_an_answer_of_another_server_than_the_first_measures_nobody(
+    picker: Asked, content: bytes
+) -> None:
+    """Envoy went on to it, and doesn't say when."""
+    usage = answer_body(orjson.dumps({"usage": {"completion_tokens": 7}}))
+    chosen = choice((await picker.exchange(headers(), body(content)))[-1])
+    told = answered("200", **JSON)
+    served = protobuf.Struct(
+        fields={"x-gateway-destination-endpoint-served": protobuf.Value(string_value=chosen[1])}
+    )
+    told.metadata_context = core.Metadata(filter_metadata={"envoy.lb": served})
+    for _ in range(10):
+        await picker.exchange(headers(subset=chosen[:1]), body(content), told, usage)
+    members = picker.served.fleet.members
+    assert [(one.pace.whole.mean_s, one.pace.prefill.mean_s) for one in members] == [(None, None)] * 3
+    assert sum(one.speed.num_samples for one in members) == 0
 
 
 async def test_a_streamed_body_is_held_and_goes_on_whole(picker: Asked) -> None:

@@ -51,8 +51,6 @@ _COPY_AGAIN_S = 0.01
 _MOST_TOUCHED_BYTES = 1 << 30
 _TOUCHED_FRACTION = 1 / 16
 """Share of the memory free at the start whose KV idle time touches ahead of need, a gigabyte at most."""
-_MIN_PREFILL_TOKENS = 64
-"""A step with fewer says little about the speed of prefill."""
 
 
 class Engine:
@@ -453,7 +451,7 @@ class Engine:
         The latter from steps that are nearly all prefill.
         """
         self._scheduler.step_tokens.note_step(rows.num_rows, seconds)
-        if rows.num_prefill >= _MIN_PREFILL_TOKENS and rows.num_prefill >= 0.9 * rows.num_rows:
+        if rows.num_prefill and rows.num_prefill >= 0.9 * rows.num_rows:
             self.cache.observe_prefill(rows.num_prefill, seconds)
 
     def _new_sequence(self, state: RequestState) -> SequenceState:

@@ -144,17 +144,25 @@ class Follower:
                 self._answer_later(number, rest or (lambda: None))
             case LoadBlocks(number, keys, block_ids):
                 self._tiers.load(keys, block_ids).add_done_callback(partial(self._answer, number))
-            case StartPrefetch(number, parent, keys, owners):
-                if (started := self._tiers.prefetch(parent, keys, owners)) is not None:
-                    self._prefetches[number] = started
-                    started.probe.add_done_callback(partial(self._answer, number))
-                else:
-                    self._link.send(Answer(number, None))
+            case StartPrefetch(number):
+                self._prefetch(message)
             case StopPrefetch(number):
                 if (stopped := self._prefetches.pop(number, None)) is not None:
                     stopped.stop()
             case _:
                 raise EngineFailed(f"rank 0 sent what nobody knows: {type(message).__name__}")
+
+    def _prefetch(self, message: StartPrefetch) -> None:
+        def answer(_probe: Future[None]) -> None:
+            with suppress(OSError):  # rank 0 has ended, which `serve` notices
+                self._link.send(Answer(message.number, self._tiers.asks.ask_s))
+
+        asked = message.parent, message.keys, message.owners
+        if (started := self._tiers.prefetch(*asked, ask=message.ask)) is not None:
+            self._prefetches[message.number] = started
+            started.probe.add_done_callback(answer)
+        else:
+            self._link.send(Answer(message.number, self._tiers.asks.ask_s))
 
     def _step(self, step: Step) -> None:
         device = self._model.device

@@ -34,6 +34,7 @@ from stemma.engine.ranks.messages import (
 )
 from stemma.engine.ranks.settings import settings_of_rank, shares_of
 from stemma.errors import EngineFailed, StemmaError
+from stemma.memory.tiers.pool_asks import PoolAsk
 from stemma.model.load.loading import resolve_device
 from stemma.model.parallel.group import LOAD_TIMEOUT_S, STEP_TIMEOUT_S, RankGroup
 from stemma.supervision import Supervisor, start_thread
@@ -172,11 +173,14 @@ class Ranks:
         return self._expect(number, LoadBlocks(number, keys, block_ids))
 
     def prefetch(
-        self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str]
-    ) -> tuple[int, list[Future[None]]]:
-        """Let the other ranks prefetch; return the number to stop it by, and their probes, from rank 1 on."""
+        self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str], ask: PoolAsk
+    ) -> tuple[int, list[Future[float]]]:
+        """Let the other ranks prefetch; return the number to stop it by, and their probes, from rank 1 on.
+
+        A probe's result is what asking the pool takes there lately, in seconds.
+        """
         number = next(self._numbers)
-        return number, self._expect(number, StartPrefetch(number, parent, keys, owners))
+        return number, self._expect(number, StartPrefetch(number, parent, keys, owners, ask))
 
     def result(self, future: Future[Any], timeout_s: float = STEP_TIMEOUT_S) -> Any:
         """Wait for an answer. Raises EngineFailed if the rank ends, or doesn't answer: then all end."""

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.config.settings import EngineSettings
+from stemma.memory.tiers.pool_asks import PoolAsk
 from stemma.model.attend.batch import StateMoves
 from stemma.model.parallel.share import Share
 from stemma.prefix.keys import KeySpace
@@ -104,12 +105,14 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StartPrefetch:
-    """Promote the blocks of a queued prompt; answer once the probe is done, if there is one."""
+    """Promote the blocks of a queued prompt; answer once the probe is done, with what asking takes here."""
 
     number: int
     parent: BlockKey
     keys: Sequence[BlockKey]
     owners: Sequence[str]
+    ask: PoolAsk
+    """How to ask the pool: rank 0's word, whatever this rank measured."""
 
 
 @dataclass(frozen=True, slots=True)

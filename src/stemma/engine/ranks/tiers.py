@@ -27,6 +27,7 @@ from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.lower import LowerTiers, PassedOver
+from stemma.memory.tiers.pool_asks import PoolAsk
 from stemma.memory.tiers.tier_stats import TransferStats
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.types import BlockKey, RetentionHint, Tier
@@ -107,15 +108,18 @@ class RankedTiers(LowerTiers):
     def prefetch(
         self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str] = ()
     ) -> Prefetch | None:
-        """Let each rank promote its own blocks, and ask the pool for its parts.
+        """Let each rank promote its own blocks, and ask the pool for its parts: all of them or none.
 
-        The probe is done when all ranks' are: then `match` has complete information.
+        Rank 0 decides how, by what asking takes the slowest. If it waits, the probe is done when all ranks'
+        are: then `match` has complete information.
         """
-        started = self._own.prefetch(parent, keys, owners)
+        ask = self._own.ask_for(keys)
+        started = self._own.prefetch(parent, keys, owners, ask=ask)
         if started is None:
             return None
-        number, probes = self._ranks.prefetch(parent, list(keys), list(owners))
-        probe = _all_over([started.probe, *probes]) if self.must_probe else started.probe
+        number, probes = self._ranks.prefetch(parent, list(keys), list(owners), ask)
+        _when_all(probes, lambda: self._note_asks(probes))
+        probe = _all_over([started.probe, *probes]) if ask is PoolAsk.AWAITED else started.probe
 
         def stop() -> None:
             started.stop()
@@ -228,6 +232,10 @@ class RankedTiers(LowerTiers):
                 if held < longest:
                     self._missing[rank] += longest - held
 
+    def _note_asks(self, probes: Sequence[Future[float]]) -> None:
+        taken = [probe.result() for probe in probes if probe.exception() is None]
+        self._own.asks.others_s = max(taken, default=0.0)
+
     def _result(self, future: Future[Any]) -> Any:
         return self._ranks.result(future, _SLOW_TIMEOUT_S)
 
@@ -236,7 +244,7 @@ class RankedTiers(LowerTiers):
             self._ranks.tell(message)
 
 
-def _all_over(parts: Sequence[Future[None]]) -> Future[None]:
+def _all_over(parts: Sequence[Future[Any]]) -> Future[None]:
     """Return a future that is done once all are, whether they failed or not."""
     over: Future[None] = Future()
     _when_all(parts, lambda: over.set_result(None))

@@ -1,8 +1,10 @@
 """Estimates whether loading is faster than computing, from measurements in the running server.
 
-A read from a tier takes a fixed latency and seconds per block, both fitted to the reads measured last, as
-long as these were of different sizes. Prefill has an estimate of seconds per token. What is
-loaded, KV and states alike, costs what its blocks cost and saves the tokens that needn't be computed then.
+A read from a tier takes a fixed latency and seconds per block, a step of prefill a fixed part and seconds
+per token: both fitted to what was measured last, as long as sizes differed. What is loaded, KV and states
+alike, costs what its blocks cost and saves the tokens that needn't be computed then. The fixed part of a step
+is never saved: the last token is computed in any case. It must not count as the tokens' either, or computing
+looks dear where only the short rests behind hits were measured.
 Measurements lose weight with age, so a tier that was slow once is tried again.
 """
 
@@ -19,30 +21,32 @@ _WEIGHT = 0.2
 _FORGIVE_S = 60.0
 """Time without an observation after which a tier's estimated cost counts half."""
 _LEAST_SPREAD = 0.1
-"""Relative deviation of sizes from which on latency is told from time per block."""
+"""Relative deviation of sizes from which on the fixed part is told from the rest."""
+LEAST_PREFILL_TOKENS = 64
+"""Steps of fewer tokens say little of what a token costs."""
 
 
-class _Reads:
-    """Moving averages over the reads of one tier."""
+class _Fit:
+    """Seconds as a fixed part and a part for each block or token, fitted to moving averages."""
 
     def __init__(self) -> None:
         self._means: list[float] | None = None
-        self.latency_s = 0.0
-        self.per_block_s = 0.0
+        self.fixed_s = 0.0
+        self.each_s = 0.0
         self.seen_at = 0.0
 
-    def observe(self, num_blocks: int, seconds: float, now: float) -> None:
-        """Fit ``seconds / n = per_block_s + latency_s / n``, so that small reads weigh as much as large."""
-        x, y = 1.0 / num_blocks, seconds / num_blocks
+    def observe(self, count: int, seconds: float, now: float) -> None:
+        """Fit ``seconds / count = each_s + fixed_s / count``, so that small ones weigh as much as large."""
+        x, y = 1.0 / count, seconds / count
         new = [x, y, x * x, x * y]
         before = self._means or new
         self._means = [old + _WEIGHT * (one - old) for old, one in zip(before, new, strict=True)]
         mean_x, mean_y, mean_xx, mean_xy = self._means
         spread = mean_xx - mean_x * mean_x
         if spread > (_LEAST_SPREAD * mean_x) ** 2:
-            self.latency_s = max(0.0, (mean_xy - mean_x * mean_y) / spread)
-        self.latency_s = min(self.latency_s, mean_y / mean_x)
-        self.per_block_s = max(0.0, mean_y - self.latency_s * mean_x)
+            self.fixed_s = max(0.0, (mean_xy - mean_x * mean_y) / spread)
+        self.fixed_s = min(self.fixed_s, mean_y / mean_x)
+        self.each_s = max(0.0, mean_y - self.fixed_s * mean_x)
         self.seen_at = now
 
 
@@ -50,27 +54,43 @@ class LoadEstimator:
     """Costs of loading and of computing. Thread-safe."""
 
     def __init__(self, block_size: int, clock: Callable[[], float]) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._clock = clock
         self._lock = threading.Lock()
-        self._reads: dict[Tier, _Reads] = {}
-        self._prefill_s: float | None = None
+        self._reads: dict[Tier, _Fit] = {}
+        self._prefill: _Fit | None = None
+        self._largest, self._largest_at = 0, clock()
+        """Tokens of the largest step measured in the last minute, and when."""
 
     def observe_load(self, tier: Tier, num_blocks: int, seconds: float) -> None:
         """Learn from a read of `num_blocks` blocks. Failed reads count too: they take time."""
         if num_blocks < 1:
             return
         with self._lock:
-            self._reads.setdefault(tier, _Reads()).observe(num_blocks, seconds, self._clock())
+            self._reads.setdefault(tier, _Fit()).observe(num_blocks, seconds, self._clock())
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step that did (almost) nothing but prefill `num_tokens` tokens."""
-        if num_tokens < 1:
+        """Learn from a step that did (almost) nothing but prefill `num_tokens` tokens; ignores short ones."""
+        if num_tokens < LEAST_PREFILL_TOKENS:
             return
-        per_token = seconds / num_tokens
+        now = self._clock()
         with self._lock:
-            before = per_token if self._prefill_s is None else self._prefill_s
-            self._prefill_s = before + _WEIGHT * (per_token - before)
+            self._prefill = self._prefill or _Fit()
+            self._prefill.observe(num_tokens, seconds, now)
+            if num_tokens >= self._largest or now >= self._largest_at + _FORGIVE_S:
+                self._largest, self._largest_at = num_tokens, now
+
+    def has_computed(self, num_blocks: int) -> bool:
+        """Return whether a step like that of so many blocks, or larger, was measured in the last minute.
+
+        Else `compute_s` may be too much, if it says what a few tokens cost behind hits.
+        """
+        num_tokens = num_blocks * self.block_size
+        if num_tokens < LEAST_PREFILL_TOKENS:  # nothing more will be known
+            return True
+        with self._lock:
+            is_fresh = self._clock() < self._largest_at + _FORGIVE_S
+            return is_fresh and 2 * self._largest >= num_tokens
 
     def load_s(self, tier: Tier, num_blocks: int = 1) -> float | None:
         """Return the estimated seconds to load blocks at once, or None if nothing was measured."""
@@ -82,9 +102,9 @@ class LoadEstimator:
 
     @property
     def compute_s(self) -> float | None:
-        """Estimated seconds to compute a block, the limit for loading one; None if nothing was measured."""
+        """Estimated seconds to compute one more block in a step; None if nothing was measured."""
         with self._lock:
-            return None if self._prefill_s is None else self._prefill_s * self._block_size
+            return None if self._prefill is None else self._prefill.each_s * self.block_size
 
     def is_worth_loading(self, tier: Tier) -> bool:
         """Return whether one block of this tier is predicted to load faster than it computes."""
@@ -98,9 +118,9 @@ class LoadEstimator:
         costs count as zero, so that they get measured.
         """
         with self._lock:
-            if self._prefill_s is None:
+            if self._prefill is None:
                 return len(tiers)
-            compute_s = self._prefill_s * self._block_size
+            compute_s = self._prefill.each_s * self.block_size
             gain, best, count = -self._queue_s(tiers, num_queued), 0.0, 0
             costs = {tier: self._costs(tier) for tier in set(tiers)}
             met: set[Tier] = set()
@@ -119,9 +139,9 @@ class LoadEstimator:
         computing is unknown, a token counts as a second.
         """
         with self._lock:
-            if self._prefill_s is None:
+            if self._prefill is None:
                 return float(num_tokens)
-            gain = self._prefill_s * num_tokens - self._queue_s(tiers, num_queued)
+            gain = self._prefill.each_s * num_tokens - self._queue_s(tiers, num_queued)
             for tier, count in Counter(tiers).items():
                 latency_s, per_block_s = self._costs(tier)
                 gain -= latency_s + per_block_s * count
@@ -136,4 +156,4 @@ class LoadEstimator:
         if reads is None:
             return 0.0, 0.0
         weight = 0.5 ** (max(0.0, self._clock() - reads.seen_at) / _FORGIVE_S)
-        return float(weight * reads.latency_s), float(weight * reads.per_block_s)
+        return float(weight * reads.fixed_s), float(weight * reads.each_s)

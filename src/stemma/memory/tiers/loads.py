@@ -30,7 +30,7 @@ from stemma.memory.tiers.block_store import BlockPut, BlockStore, ReadResult
 from stemma.memory.tiers.chunks import Chunk, ChunkReader, num_buffers
 from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.host_store import HostStore
-from stemma.memory.tiers.pool_asks import Ask, PoolAsks
+from stemma.memory.tiers.pool_asks import PoolAsk, PoolAsks
 from stemma.memory.tiers.recent_keys import Whereabouts
 from stemma.memory.tiers.tier_stats import LoadCounters
 from stemma.supervision import Supervisor, start_thread
@@ -79,6 +79,7 @@ class Load:
         """For a prefetch: done when the pool was asked which blocks it has, or nobody waits for that."""
         self.asks_pool = False
         """For a prefetch: whether the pool is asked."""
+        self.queued_at = 0.0
 
     def stop(self) -> None:
         """Stop after the blocks moved so far."""
@@ -195,7 +196,7 @@ class LoadQueue:
         keys: Sequence[BlockKey],
         timeout_s: float,
         *,
-        ask: Ask,
+        ask: PoolAsk,
         owners: Sequence[str] = (),
     ) -> Load:
         """Look for blocks and copy them to the host tier, if there is one, until `finish` is called on it.
@@ -203,8 +204,9 @@ class LoadQueue:
         `ask`: how to ask the pool first. `owners`: whose the blocks are; none: nobody's.
         """
         task = Load(parent, keys, None, owners)
-        task.asks_pool = ask is not Ask.NOT
-        if ask is not Ask.AWAITED:
+        task.asks_pool = ask is not PoolAsk.NOT
+        task.queued_at = self._clock()
+        if ask is not PoolAsk.AWAITED:
             task.probe.set_result(None)
         self._submit(task, _PREFETCH, timeout_s)
         return task
@@ -310,23 +312,29 @@ class LoadQueue:
         for store in self._stores():
             if store.tier in passed_over or (task.block_ids is None and store.tier is Tier.HOST):
                 continue
-            there = store.exists_many(ahead)
-            if store.tier is Tier.POOL:
-                self._note_pool(ahead, there)
-            count = there.index(False) if False in there else len(ahead)
-            if count:
+            if count := self._num_there(store, ahead):
                 return store, ahead[:count]
         return None, ()
 
+    def _num_there(self, store: BlockStore, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading blocks a store has. A pool isn't asked again for what was seen in it."""
+        if store.tier is Tier.POOL:
+            seen = _num_leading(self._whereabouts.is_in_pool(key) for key in keys)
+            if seen:
+                return seen
+        there = store.exists_many(keys)
+        if store.tier is Tier.POOL:
+            self._note_pool(keys, there)
+        return _num_leading(there)
+
     def _probe(self, task: Load) -> None:
-        """Ask the pool for what no nearer store has: it is too slow to ask on the step loop."""
+        """PoolAsk the pool for what no nearer store has: it is too slow to ask on the step loop."""
         pool = next((store for store in self._stores() if store.tier is Tier.POOL), None)
         if pool is not None and task.asks_pool:
             local = [store.exists_many(task.keys) for store in self._stores() if store is not pool]
             missing = [key for n, key in enumerate(task.keys) if not any(there[n] for there in local)]
-            begun = self._clock()
             there = pool.exists_many(missing)
-            self._asks.observe(len(missing), sum(there), self._clock() - begun)
+            self._asks.observe(len(missing), sum(there), self._clock() - task.queued_at)
             self._note_pool(missing, there)
         with task.lock:
             if not task.probe.done():
@@ -479,6 +487,10 @@ class _Once:
             self.future.set_exception(error)
         else:
             self.future.set_result(None)
+
+
+def _num_leading(there: Iterable[bool]) -> int:
+    return sum(1 for _ in itertools.takewhile(bool, there))
 
 
 def _until_first_failure(results: list[ReadResult]) -> list[ReadResult]:

@@ -3,7 +3,7 @@
 Asking pays where what it saves is expected to exceed what it takes: the share of blocks that the pool had
 lately, of the time that loading saves against computing them. Where it doesn't, the prompt starts at once.
 Now and then the pool is asked beside it, while nobody waits, so that one that became nearer, or has what is
-wanted, is used again.
+wanted, is used again. And as long as nobody knows what computing such prompts takes, one of them is computed.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from stemma.memory.tiers.estimate import LoadEstimator
+from stemma.two_ways import Choice, Costs, TwoWays, Way
 from stemma.types import Tier
 
 _WEIGHT = 0.3
 """Weight of a new observation in the moving averages."""
-_LEAST_SHARE = 0.02
-"""A pool that takes less than this share of what a prompt takes is always asked."""
+_MARGIN = 0.98
+"""A pool is asked as long as starting at once takes more than this share of asking it first."""
 _LEAST_S = 0.002
-"""And so is one that answers as soon as this."""
+"""One that answers as soon as this is always asked."""
 _AGAIN_S = 10.0
 
 
-class Ask(Enum):
+class PoolAsk(Enum):
     """How a pool is asked for a prompt."""
 
     AWAITED = auto()
@@ -38,27 +39,30 @@ class PoolAsks:
 
     def __init__(self, estimator: LoadEstimator, clock: Callable[[], float]) -> None:
         self._estimator = estimator
-        self._clock = clock
         self._lock = threading.Lock()
         self._ask_s: float | None = None
         self._share = 1.0
         """Of the blocks that were asked for, those that were there."""
-        self._beside_at = clock()
-        self.num_awaited = 0
-        self.num_bypassed = 0
-        """Prompts that started without waiting for the pool."""
+        self._ways = TwoWays(clock, least_s=_LEAST_S, margin=_MARGIN, again_s=_AGAIN_S, retries_alone=False)
+        self.others_s = 0.0
+        """What asking takes the slowest of the other ranks, which ask for their parts at the same time."""
 
-    def decide(self, num_blocks: int) -> Ask:
+    @property
+    def ask_s(self) -> float:
+        """What asking takes, from the moment a prompt is queued; 0 if that isn't known."""
+        return self._ask_s or 0.0
+
+    def decide(self, num_blocks: int) -> PoolAsk:
         """Return how to ask for a prompt of which so many blocks aren't here."""
         with self._lock:
-            if self._ask_s is None or self._ask_s <= max(_LEAST_S, self._saved_s(num_blocks)):
-                self.num_awaited += 1
-                return Ask.AWAITED
-            self.num_bypassed += 1
-            if self._clock() < self._beside_at + _AGAIN_S:
-                return Ask.NOT
-            self._beside_at = self._clock()
-            return Ask.BESIDE
+            choice = self._ways.choose(num_blocks * self._estimator.block_size, self._costs(num_blocks))
+        match choice:
+            case Choice(Way.THROUGH, is_try=False):
+                return PoolAsk.AWAITED
+            case Choice(Way.THROUGH):
+                return PoolAsk.BESIDE
+            case _:
+                return PoolAsk.NOT
 
     def observe(self, num_asked: int, num_found: int, seconds: float) -> None:
         """Note that asking for blocks took so long and found so many of them, from the first on."""
@@ -69,11 +73,14 @@ class PoolAsks:
             self._ask_s = before + _WEIGHT * (seconds - before)
             self._share += _WEIGHT * (num_found / num_asked - self._share)
 
-    def _saved_s(self, num_blocks: int) -> float:
-        """Return the seconds that asking is expected to save, loading included."""
+    def _costs(self, num_blocks: int) -> Costs:
+        """Return what the ways take up to the last block of the prompt, which is computed in any case."""
+        ask_s = None if self._ask_s is None else max(self._ask_s, self.others_s)
+        is_known = self._estimator.has_computed(num_blocks)
         compute_s = self._estimator.compute_s
-        if compute_s is None:
-            return float("inf")
-        all_s = num_blocks * compute_s
+        if ask_s is None or compute_s is None:
+            return Costs(ask_s, None, None, is_known)
+        alone_s = num_blocks * compute_s
         load_s = self._estimator.load_s(Tier.POOL, num_blocks) or 0.0
-        return max(self._share * max(0.0, all_s - load_s), _LEAST_SHARE * all_s if load_s < all_s else 0.0)
+        saved_s = self._share * max(0.0, alone_s - load_s)
+        return Costs(ask_s, ask_s + alone_s - saved_s, alone_s, is_known)

@@ -28,7 +28,7 @@ from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.loads import LoadQueue, Prefetch
 from stemma.memory.tiers.lower import LowerTiers, PassedOver
-from stemma.memory.tiers.pool_asks import Ask, PoolAsks
+from stemma.memory.tiers.pool_asks import PoolAsk, PoolAsks
 from stemma.memory.tiers.recent_keys import NOTE_BYTES, RecentKeys, Whereabouts
 from stemma.memory.tiers.tier_stats import TierStats, TransferStats
 from stemma.memory.tiers.write_queue import BATCH_BLOCKS, WriteQueue
@@ -272,22 +272,27 @@ class TierTransfer(LowerTiers):
 
     @override
     def prefetch(
-        self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str] = ()
+        self,
+        parent: BlockKey,
+        keys: Sequence[BlockKey],
+        owners: Sequence[str] = (),
+        *,
+        ask: PoolAsk | None = None,
     ) -> Prefetch | None:
+        """As everywhere. `ask`: how to ask the pool; None: as `ask_for` says."""
         has_pool = Tier.POOL in self._queues
         has_use = has_pool or (self._host is not None and bool(self._queues))
         if not keys or not has_use or self._loads.num_waiting > _MAX_WAITING_LOADS:
             return None
-        task = self._loads.prefetch(
-            parent, keys, self._policy.load_timeout_s, ask=self._ask_for(keys), owners=owners
-        )
+        ask = self.ask_for(keys) if ask is None else ask
+        task = self._loads.prefetch(parent, keys, self._policy.load_timeout_s, ask=ask, owners=owners)
         return Prefetch(task.probe, task.stop)
 
-    def _ask_for(self, keys: Sequence[BlockKey]) -> Ask:
+    def ask_for(self, keys: Sequence[BlockKey]) -> PoolAsk:
         """Return how to ask the pool for a prompt."""
         if not self.must_probe:
-            return Ask.BESIDE
-        return Ask.AWAITED if self._policy.ask_always else self.asks.decide(len(keys))
+            return PoolAsk.BESIDE
+        return PoolAsk.AWAITED if self._policy.ask_always else self.asks.decide(len(keys))
 
     def _locate(self, keys: Sequence[BlockKey]) -> list[Tier]:
         found: list[Tier] = []

@@ -71,6 +71,7 @@ class Ingress:
             settings.server.max_body_bytes,
             access.admin_key,
             settings.server.body_memory,
+            settings.server.answer_memory,
             access,
         )
         self._transport = ReplicaTransport(replicas)

@@ -81,7 +81,8 @@ def create_proxy_app(
         is_up = await proxy.is_up()
         body: dict[str, Any] = {"status": "ok" if is_up else "down"}
         if has_key(request, options.admin_key):
-            body |= {"budgets": [asdict(proxy.relay.bodies.state())], **proxy.describe()}
+            budgets = proxy.relay.bodies, proxy.relay.answers
+            body |= {"budgets": [asdict(one.state()) for one in budgets], **proxy.describe()}
         return json_response(body, 200 if is_up else 503)
 
     async def metrics(request: Request) -> Response:

@@ -1,8 +1,9 @@
 """Relay of both proxies: pass a request on to a server, and its answer back, as it comes.
 
-Until the first bytes of an answer are here nothing is sent to the client, so another server can still be
-tried. Afterwards a stream that breaks off ends with an error event: it can't be continued, and must not look
-finished.
+Until the first bytes of a stream, or the whole of another answer, are here nothing is sent to the client, so
+another server can still be tried. Afterwards a stream that breaks off ends with an error event: it can't be
+continued, and must not look finished. An answer that is too large to be held here, or for which the budget
+has no room, is passed on as it comes, too; if it breaks off, so does the client's connection.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from stemma.budgets import Holding
 from stemma.config.settings import ServerSettings
-from stemma.errors import ClientDisconnected, InvalidRequest, StemmaError
+from stemma.errors import ClientDisconnected, InvalidRequest, OverBudget, StemmaError
 from stemma.http import async_http_client
 from stemma.server.access import Access, is_loopback
 from stemma.server.admission.caller import caller
@@ -46,6 +47,8 @@ _IDLE_S = 2.5
 then would count as a failure of that server."""
 _OTHER_TIMEOUT_S = 30.0
 """For an answer to a request that generates nothing."""
+MOST_HELD_BYTES = 4 * 2**20
+"""Of an answer that isn't a stream: a larger one is passed on before its end is here."""
 _MOST_BEGUN = 2
 NOT_FOUND = 404
 BINARY_HEADER = "inference-header-content-length"
@@ -79,12 +82,18 @@ class RouteOptions:
     """Shows the servers' URLs on `/health`."""
     body_memory: int = 512 * 2**20
     """Bytes of bodies that are passed on at once; one key may hold half of them."""
+    answer_memory: int = 512 * 2**20
+    """Bytes of whole answers that are held until their clients have read them; one key may hold half."""
     access: Access | None = None
     """The servers' own keys, where they are known; None: a server is asked."""
 
 
+class BrokenOff(StemmaError):
+    """A server broke off an answer that isn't a stream: the client's connection ends unfinished, too."""
+
+
 class Relayed(StreamingResponse):
-    """A stream passed on; `when_over` is called once it ended, however it did."""
+    """An answer passed on as it comes; `when_over` is called once it ended, however it did."""
 
     when_over: Callable[[], None] = staticmethod(lambda: None)
 
@@ -97,6 +106,7 @@ class Relayed(StreamingResponse):
     ) -> None:
         super().__init__(self._passed_on(), upstream.status_code, _answer_headers(upstream))
         self.first = first
+        self.is_stream = is_stream_of_events(upstream)
         self.is_broken = False
         """The server broke off; the client was told so."""
         self._on_broken = on_broken
@@ -131,6 +141,8 @@ class Relayed(StreamingResponse):
             self.is_broken = True
             self._on_broken()
             _log.warning("a server broke off: %s", str(error) or type(error).__name__)
+            if not self.is_stream:
+                raise BrokenOff("the server that generated this answer went away") from error
             message = "the server that generated this answer went away; what came so far is incomplete"
             event = {"error": {"message": message, "type": "server_error", "code": "stream_broken"}}
             yield b"\n\ndata: " + orjson.dumps(event) + b"\n\n"
@@ -158,6 +170,7 @@ class Relay:
         self._options = options
         self._access = Access(ServerSettings(host=options.host, admin_key=options.admin_key))
         self.bodies = shared("body_bytes", "bytes of request bodies", options.body_memory)
+        self.answers = shared("answer_bytes", "bytes of answers", options.answer_memory)
         self._keys: Keys | None = None if options.access is None else OwnKeys(options.access)
 
     def ask_for_keys(self, urls: Callable[[], Sequence[str]]) -> None:
@@ -207,7 +220,7 @@ class Relay:
         method: str = "POST",
         extensions: dict[str, Any] | None = None,
     ) -> Response:
-        """Return the answer; raise HTTPError if none comes, or a whole one breaks off.
+        """Return the answer; raise HTTPError if none comes, or it breaks off before any of it is passed on.
 
         `extensions` are for the client's transport.
         """
@@ -216,19 +229,31 @@ class Relay:
         )
         upstream = await self.client.send(request, stream=True)
         self._note_header(upstream.headers.get(_CACHED_HEADER, ""))
-        if not upstream.headers.get("content-type", "").startswith("text/event-stream"):
-            try:
-                await upstream.aread()
-            finally:
-                await upstream.aclose()
-            return Response(upstream.content, upstream.status_code, _answer_headers(upstream))
-        chunks = upstream.aiter_raw()
+        is_stream = is_stream_of_events(upstream)
+        chunks = upstream.aiter_raw() if is_stream else upstream.aiter_bytes()
         try:
-            first = await anext(chunks, b"")
+            first, is_whole = (await anext(chunks, b""), False) if is_stream else await self._held(chunks)
         except BaseException:  # it broke off, or the client left
             await upstream.aclose()
             raise
+        if is_whole:
+            await upstream.aclose()
+            return Response(first, upstream.status_code, _answer_headers(upstream))
         return Relayed(upstream, first, chunks, self._note_broken)
+
+    async def _held(self, chunks: AsyncIterator[bytes]) -> tuple[bytes, bool]:
+        """Return as much of an answer as may be held here until it has left, and whether that is all."""
+        one, held, num_bytes = caller(), [], 0
+        async for chunk in chunks:
+            held.append(chunk)
+            num_bytes += len(chunk)
+            try:
+                one.holding.take(self.answers, len(chunk), one.tenant)
+            except OverBudget:
+                return b"".join(held), False
+            if num_bytes > MOST_HELD_BYTES:
+                return b"".join(held), False
+        return b"".join(held), True
 
     async def first_of(self, request: Request, content: bytes, urls: tuple[str, ...]) -> Response:
         """Send a request that generates nothing to the first server that answers it in time.
@@ -249,6 +274,9 @@ class Relay:
                 continue
             if answer.status_code != NOT_FOUND:
                 break
+            if isinstance(answer, Relayed):
+                await answer.drop()
+                answer = Response(status_code=NOT_FOUND)
         return answer
 
     def _note_header(self, told: str) -> None:
@@ -313,6 +341,11 @@ def path_of(request: Request) -> str:
         raise InvalidRequest("this path isn't passed on: ask the server itself")
     query = request.scope["query_string"].decode("latin-1")
     return f"{quote(path)}?{query}" if query else quote(path)
+
+
+def is_stream_of_events(upstream: httpx.Response) -> bool:
+    """Return whether an answer is a stream of events."""
+    return str(upstream.headers.get("content-type", "")).startswith("text/event-stream")
 
 
 def _answer_headers(upstream: httpx.Response) -> dict[str, str]:

@@ -27,7 +27,7 @@ from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.cluster.detour import Detour, Way
+from stemma.cluster.detour import Detour
 from stemma.cluster.fleet import Fleet, Outcome
 from stemma.cluster.routers import Ask, Rendezvous
 from stemma.cluster.tries import Tries
@@ -55,6 +55,7 @@ from stemma.server.routing.relay import (
     relay_client,
 )
 from stemma.server.routing.sending import Outgoing, send
+from stemma.two_ways import Way
 
 ServerGroup = tuple[Sequence[str], Sequence[str]]
 """URLs of prefill servers and of decode servers that share a pool."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,8 +35,11 @@ _BY_STATUS = {
 }
 _SSE = (b"data:", b"event:", b"id:", b"retry:", b":")
 """First bytes of a stream of events."""
+_JSON = (b"{", b"[")
 _PARSED_HERE_BYTES = 256 * 1024
 """Larger answers are parsed on a thread."""
+_PARSING = threading.Lock()
+"""One after the other: parsed, they take many times their bytes."""
 _LONGEST_REST_S = 60.0
 """How long a busy server is asked last at most, whatever it says."""
 
@@ -143,14 +147,14 @@ async def _judged(relay: Relay, response: Response, one: Try, outgoing: Outgoing
         return response, outcome_of(status)
     if isinstance(response, Relayed):
         begin = response.first.lstrip(b"\xef\xbb\xbf\r\n\t ")
-        is_stream = any(begin.startswith(word) or (begin and word.startswith(begin)) for word in _SSE)
-        return response, Outcome.ANSWERED if is_stream else Outcome.FAILED
+        is_known = any(begin.startswith(word) or (begin and word.startswith(begin)) for word in _SSE)
+        if not response.is_stream:  # too large to be held: its end isn't here yet
+            is_known = begin.startswith(_JSON) or BINARY_HEADER in outgoing.headers
+        return response, Outcome.ANSWERED if is_known else Outcome.FAILED
     content = bytes(response.body)
     if BINARY_HEADER in outgoing.headers:  # binary tensors: an answer need only be there
         return (response, Outcome.ANSWERED) if content else (_unusable(), Outcome.FAILED)
-    is_small = len(content) <= _PARSED_HERE_BYTES
-    parsed = _json(content) if is_small else await asyncio.to_thread(_json, content)
-    if parsed is None:
+    if (parsed := await parsed_answer(content)) is None:
         return _unusable(), Outcome.FAILED
     relay.note_whole(response, parsed)
     if (num_output := num_output_of(parsed)) is not None:
@@ -163,8 +167,19 @@ def outcome_of(status: int) -> Outcome:
     return _BY_STATUS.get(status, Outcome.FAILED if status >= 500 else Outcome.ANSWERED)
 
 
-def _json(content: bytes) -> dict[str, Any] | list[Any] | None:
+async def parsed_answer(content: bytes) -> dict[str, Any] | list[Any] | None:
     """Return a whole answer; None if it is no JSON."""
+    if len(content) <= _PARSED_HERE_BYTES:
+        return _json(content)
+    return await asyncio.to_thread(_parsed_alone, content)
+
+
+def _parsed_alone(content: bytes) -> dict[str, Any] | list[Any] | None:
+    with _PARSING:
+        return _json(content)
+
+
+def _json(content: bytes) -> dict[str, Any] | list[Any] | None:
     try:
         parsed: Any = orjson.loads(content)
     except orjson.JSONDecodeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,8 +26,9 @@ from stemma.server.routing.picker.messages import (
     served_by,
     subset_of,
 )
-from stemma.server.routing.prompts import is_streamed
-from stemma.server.routing.sending import outcome_of
+from stemma.server.routing.prompts import is_streamed, num_output_of
+from stemma.server.routing.relay import MOST_HELD_BYTES
+from stemma.server.routing.sending import outcome_of, parsed_answer
 from stemma.server.routing.served_fleet import ServedFleet
 from stemma.server.schemas.json_input import parse_json
 
@@ -78,6 +79,8 @@ class Exchange:
         self._is_streamed = False
         self._try: Try | None = None
         self._status = 0
+        self._answer: list[bytes] | None = None
+        """A whole answer so far, to measure its server by; None: it isn't read."""
 
     async def answers(self, message: ProcessingRequest) -> AsyncIterator[ProcessingResponse]:
         """Yield what goes back for a message."""
@@ -102,7 +105,11 @@ class Exchange:
                 yield answer
         elif message.response_headers is not None:
             self._answered(headers_of(message.response_headers.headers), served_by(message))
-        for answer in go_on(message, pass_bodies=self._mode == FULL_DUPLEX):
+        elif message.response_body is not None and self._answer is not None:
+            await self._measure(message.response_body.body, message.response_body.end_of_stream)
+        is_duplex = self._mode == FULL_DUPLEX  # then Envoy's configuration alone says what is sent
+        wants_answer = self._answer is not None and not is_duplex
+        for answer in go_on(message, pass_bodies=is_duplex, wants_answer=wants_answer):
             yield answer
 
     def close(self) -> None:
@@ -169,12 +176,13 @@ class Exchange:
     def _begun(self, member: FleetMember, *, is_retry: bool) -> Try:
         if self._try is not None:
             self._try.end(Outcome.LEFT)  # unless it has ended: there is one try at a time
-        fleet = self._served.fleet
-        return fleet.begin(member, self._ask, is_retry=is_retry, is_streamed=self._is_streamed)
+        # When Envoy began a retry nobody says: it measures nothing, as if it weren't streamed.
+        is_streamed = self._is_streamed and not is_retry
+        return self._served.fleet.begin(member, self._ask, is_retry=is_retry, is_streamed=is_streamed)
 
     def _answered(self, headers: dict[str, str], served: str | None) -> None:
         """Note how the request was answered, and by whom: Envoy may have gone on to the next endpoint."""
-        one = self._try
+        first = one = self._try
         status = headers.get(":status", "")
         self._status = int(status) if status.isascii() and status.isdecimal() and len(status) == 3 else 0
         if one is None:
@@ -189,3 +197,29 @@ class Exchange:
             one.end(Outcome.UNSENT)
         if one is not None and outcome_of(self._status) is Outcome.ANSWERED:
             one.first_byte()
+            if one is first and not self._is_streamed and _is_short_json(headers):
+                self._answer = []
+
+    async def _measure(self, piece: bytes, is_last: bool) -> None:
+        """Take a piece of a whole answer; with the last one note how fast its server was."""
+        assert self._answer is not None
+        self._answer.append(piece)
+        try:
+            self._holding.take(self._bodies, len(piece))
+        except OverBudget:
+            self._answer = None
+            return
+        if is_last and self._try is not None:
+            num_output = num_output_of(await parsed_answer(b"".join(self._answer)))
+            if num_output is not None:
+                self._try.whole(num_output)
+        if is_last or sum(map(len, self._answer)) > MOST_HELD_BYTES:
+            self._answer = None
+            self._holding.close()
+
+
+def _is_short_json(headers: Mapping[str, str]) -> bool:
+    """Return whether an answer is JSON that can be read here; one of unknown length may be."""
+    length = headers.get("content-length", "0")
+    is_short = length.isascii() and length.isdecimal() and len(length) < 9 and int(length) <= MOST_HELD_BYTES
+    return is_short and "json" in headers.get("content-type", "") and "content-encoding" not in headers

@@ -13,7 +13,10 @@ from typing import Any
 
 import orjson
 from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, HeaderValueOption
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ProcessingModeBodySendMode
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingMode,
+    ProcessingModeBodySendMode,
+)
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
     BodyMutation,
     BodyResponse,
@@ -105,12 +108,20 @@ def body_pieces(content: bytes, *, of_request: bool, is_last: bool) -> list[Proc
     ]
 
 
-def go_on(message: ProcessingRequest, *, pass_bodies: bool) -> list[ProcessingResponse]:
-    """Return the answers to a message that needs nothing; `pass_bodies`: Envoy wants bodies back."""
+def go_on(
+    message: ProcessingRequest, *, pass_bodies: bool, wants_answer: bool = False
+) -> list[ProcessingResponse]:
+    """Return the answers to a message that needs nothing; `pass_bodies`: Envoy wants bodies back.
+
+    `wants_answer`: ask for the answer's body too, as far as Envoy's buffer goes, where its configuration lets
+    the picker ask (`allow_mode_override`).
+    """
     if message.request_headers is not None:
         return [ProcessingResponse(request_headers=HeadersResponse(response=CommonResponse()))]
     if message.response_headers is not None:
-        return [ProcessingResponse(response_headers=HeadersResponse(response=CommonResponse()))]
+        told = HeadersResponse(response=CommonResponse())
+        mode = ProcessingMode(response_body_mode=ProcessingModeBodySendMode.BUFFERED_PARTIAL)
+        return [ProcessingResponse(response_headers=told, mode_override=mode if wants_answer else None)]
     if message.request_trailers is not None:
         return [ProcessingResponse(request_trailers=TrailersResponse())]
     if message.response_trailers is not None:
