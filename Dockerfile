@@ -13,11 +13,11 @@ RUN python -m venv /opt/stemma \
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY src ./src
 COPY packages ./packages
-# Extras of the package, separated by commas; with ray for replicas on Ray Serve.
-ARG EXTRAS=events
-RUN /opt/stemma/bin/pip wheel --no-cache-dir --no-deps -w /wheels . ./packages/mindie \
-    && wheel=$(find /wheels -name 'stemma_llm-*.whl') \
-    && /opt/stemma/bin/pip install --no-cache-dir -c constraints.txt "${wheel}[${EXTRAS}]" /wheels/stemma_mindie-*.whl \
+# Extras of the router, separated by commas: ray for replicas on Ray Serve, envoy for the endpoint picker.
+ARG EXTRAS=
+RUN /opt/stemma/bin/pip wheel --no-cache-dir --no-deps -w /wheels . ./packages/mindie ./packages/router \
+    && /opt/stemma/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
+    && /opt/stemma/bin/pip install --no-cache-dir -c constraints.txt "stemma-router[${EXTRAS}]" stemma-mindie \
     && test -n "$(find /opt/stemma -path '*/stemma/native/prebuilt/*.so')"
 
 FROM python:3.11-slim-bookworm

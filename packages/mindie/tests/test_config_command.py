@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.cli.checked import check, serve
-from tests.server.routing.ports import free_port
+from tests.ports import free_port
 from typer.testing import CliRunner
 
 from stemma.cli import make_app

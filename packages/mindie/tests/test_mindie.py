@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from stemma.config.cluster import read_cluster_file
 from stemma.config.loading import load_settings, setting_fields
 from stemma.config.readers import NO_EFFECT, WORKS
 from stemma.config.settings import Settings
@@ -17,6 +16,7 @@ from stemma.errors import ConfigError
 from stemma_mindie.config.document import read_mindie_config
 from stemma_mindie.config.explain import key_rows
 from stemma_mindie.config.translate import translate_mindie
+from stemma_router.cluster_file import read_cluster_file
 
 PRINTED = Path(__file__).parents[3] / "tests" / "data" / "mindie"
 DOCS = Path(__file__).parents[3] / "docs"

@@ -46,11 +46,6 @@ COMMANDS: Commands = {
         "stemma.cli.doctor:command",
         "Print what a bug report needs: kernels, memory, versions, tiers. Takes the flags of serve.",
     ),
-    "route": (
-        "stemma.cli.route:command",
-        "Send each request to the best of equal servers, or to a prefill and then to a decode server.",
-    ),
-    "cluster": ("stemma.cli.cluster:app", "Several engines of one model, started from one file."),
     "usage": (
         "stemma.cli.usage:command",
         "Sum the usage ledger: hit and miss tokens by tier, output tokens, and costs if prices are given.",
@@ -69,7 +64,10 @@ COMMANDS: Commands = {
     "certs": ("stemma.cli.certs:app", "Make certificates to try HTTPS with."),
 }
 """Of the core."""
-GUESTS = {"stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool")}
+GUESTS = {
+    "stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool"),
+    "stemma-router": ("route", "cluster"),
+}
 """Packages of this repository that bring further commands, and their names: what to install for one."""
 GROUP = "stemma.commands"
 """Of entry points, one a package: a dictionary such as `COMMANDS`, in a module that imports little."""

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
@@ -23,6 +24,7 @@ from stemma.cli.ready_line import ready_line
 from stemma.config.loading import load_settings
 from stemma.config.settings import EngineSettings, Settings
 from stemma.config.sizes import format_size
+from stemma.errors import ConfigError
 from stemma.model.files.directory import check_directory
 from stemma.model.load.demo import is_demo
 from stemma.model.load.located import located_model, present_path
@@ -51,7 +53,7 @@ def command(
     ] = None,
     replicas: Annotated[
         int | None,
-        typer.Option(min=1, max=1024, help="Engines behind one address (extra ray)."),
+        typer.Option(min=1, max=1024, help="Engines behind one address (stemma-router[ray])."),
     ] = None,
     lifeline: Annotated[int | None, typer.Option(hidden=True, min=0)] = None,
     **flags: Any,
@@ -60,11 +62,20 @@ def command(
     if lifeline is not None:
         end_with(lifeline)
     if replicas is not None:
-        from stemma.cli.cluster import serve_settings
-
-        serve_settings(load_settings(file=config, environ=os.environ, flags=flags), replicas)
+        _serve_replicas(load_settings(file=config, environ=os.environ, flags=flags), replicas)
         return
     serve_from(config, flags)
+
+
+def _serve_replicas(settings: Settings, count: int) -> None:
+    """Leave it to the package that runs several engines. Raises ConfigError if it isn't installed."""
+    for point in entry_points(group="stemma.replicas"):
+        point.load()(settings, count)
+        return
+    raise ConfigError(
+        "--replicas needs stemma-router, which isn't installed: pip install 'stemma-router[ray]', or in "
+        "Stemma's repository pip install './packages/router[ray]'"
+    )
 
 
 def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:

@@ -129,7 +129,7 @@ def test_without_pillow_it_says_what_to_install(
     family: str, vision_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    with pytest.raises(ConfigError, match=r"pip install 'stemma\[vision\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'stemma-llm\[vision\]'"):
         reader_of(vision_path)
 
 

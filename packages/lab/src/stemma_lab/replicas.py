@@ -17,12 +17,12 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from stemma.cluster.holdings import Holdings
-from stemma.cluster.routers import ROUTERS, Ask, Placements
 from stemma.errors import ConfigError
 from stemma_lab.replay import Progress, TraceCache, replay
 from stemma_lab.savings import PrefillModel
 from stemma_lab.traces.columns import Trace
+from stemma_router.cluster.holdings import Holdings
+from stemma_router.cluster.routers import ROUTERS, Ask, Placements
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,14 @@ from rich.console import Console
 
 from stemma.cli.json_file import write_json
 from stemma.cli.progress import StepCounter, open_progress
-from stemma.cluster.holdings import MAX_BLOCKS
-from stemma.cluster.routers import ROUTERS
 from stemma.errors import ConfigError
 from stemma_lab.commands.replay import load_trace
 from stemma_lab.fleet.decoding import DecodeModel
 from stemma_lab.fleet.simulation import FleetRun, FleetSettings, one_cache_hits, simulate
 from stemma_lab.fleet.traffic import TenantModel, Traffic, traffic_of
 from stemma_lab.savings import PrefillModel
+from stemma_router.cluster.holdings import MAX_BLOCKS
+from stemma_router.cluster.routers import ROUTERS
 
 _AFTER_S = 5.0
 _WINDOW_S = 10.0

@@ -7,11 +7,11 @@ from dataclasses import replace
 from rich.table import Table
 
 from stemma.cli.progress import CommandProgress, StepCounter
-from stemma.cluster.routers import ROUTERS
 from stemma.errors import ConfigError
 from stemma_lab.replay import BOUNDS
 from stemma_lab.replicas import Cluster, ClusterResult, replay_replicas
 from stemma_lab.traces.columns import Trace
+from stemma_router.cluster.routers import ROUTERS
 
 ONE = "one replica, all memory"
 """Name of the row that the others are compared with."""

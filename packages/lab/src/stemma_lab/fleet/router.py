@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from stemma.cluster.fleet import Fleet, FleetMember, Outcome, Try
-from stemma.cluster.health import Check
-from stemma.cluster.holdings import Holdings
-from stemma.cluster.routers import ROUTERS, Ask
-from stemma.kv_events.follower import Follower
 from stemma.kv_events.schema import AllBlocksCleared, BlocksHeld
 from stemma.told import NOTHING, Told
 from stemma_lab.fleet.caches import Change
 from stemma_lab.fleet.servers import SimulatedServer
 from stemma_lab.fleet.traffic import names_of
+from stemma_router.cluster.fleet import Fleet, FleetMember, Outcome, Try
+from stemma_router.cluster.health import Check
+from stemma_router.cluster.holdings import Holdings
+from stemma_router.cluster.routers import ROUTERS, Ask
+from stemma_router.events.follower import Follower
 
 _PART = 65_536
 """Blocks of a message of a snapshot."""

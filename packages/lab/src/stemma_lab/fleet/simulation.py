@@ -20,13 +20,8 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from stemma.cluster.holdings import MAX_BLOCKS
-from stemma.cluster.routers import ROUTERS, Ask
 from stemma.errors import ConfigError
 from stemma.http import async_http_client
-from stemma.server.routing.checks import keep_checking
-from stemma.server.routing.relay import Relay, Relayed, RouteOptions
-from stemma.server.routing.sending import Outgoing, send
 from stemma_lab.fleet.caches import Change, RunCache
 from stemma_lab.fleet.decoding import DecodeModel
 from stemma_lab.fleet.router import Cpu, SimulatedRouter
@@ -35,6 +30,11 @@ from stemma_lab.fleet.traffic import Traffic, hash_of, names_of
 from stemma_lab.fleet.virtual_time import run_in_virtual_time
 from stemma_lab.fleet.warm import warm
 from stemma_lab.savings import PrefillModel
+from stemma_router.cluster.holdings import MAX_BLOCKS
+from stemma_router.cluster.routers import ROUTERS, Ask
+from stemma_router.routing.checks import keep_checking
+from stemma_router.routing.relay import Relay, Relayed, RouteOptions
+from stemma_router.routing.sending import Outgoing, send
 
 _PATH = "/v1/completions"
 FAULTS = (Mode.HANGS, Mode.GARBAGE, Mode.GONE, Mode.DRAINS)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stemma.cluster.block_columns import Words, mixed
 from stemma_lab.fleet.caches import Piece
 from stemma_lab.replicas import Cluster, time_scale
 from stemma_lab.savings import PrefillModel
 from stemma_lab.traces.columns import Trace
+from stemma_router.cluster.block_columns import Words, mixed
 
 Int64 = npt.NDArray[np.int64]
 _BITS = 24

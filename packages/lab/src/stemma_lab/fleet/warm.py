@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from stemma.cluster.rendezvous import rendezvous_order
 from stemma_lab.fleet.caches import RunCache
 from stemma_lab.fleet.traffic import Traffic, hash_of
+from stemma_router.cluster.rendezvous import rendezvous_order
 
 _HOMES = 2.0
 """Servers that hold a tenant's earlier conversations at first, times its share of all."""

@@ -1,0 +1,1 @@
+"""Several servers behind one address: which of them gets a request, and what each of them holds."""

@@ -1,0 +1,1 @@
+"""KV events of servers, followed: which blocks each of them holds."""
