@@ -93,7 +93,7 @@ class SickServer:
                 await asyncio.sleep(float(str(body.get("pause", 0))))
             return False
         else:
-            await asyncio.sleep(0.5 if self.mode == "slow" else float(str(body.get("pause", 0.002))))
+            await asyncio.sleep(1.0 if self.mode == "slow" else float(str(body.get("pause", 0.002))))
             rest = b" " * int(str(body.get("answer_bytes", 0)))
             writer.write(answer(200, said + rest))
         return True

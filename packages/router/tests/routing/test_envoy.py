@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import os
 import signal
 import subprocess
@@ -170,13 +171,14 @@ async def test_a_server_whose_whole_answers_are_slow_gets_hardly_any_requests(ga
         return await served_by(client, gateway, [number, *range(100)])
 
     async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None)) as client:
-        for start in range(0, 60, 4):
-            await asyncio.gather(*(whole(client, number) for number in range(start, start + 4)))
-        assert "ejected" in str(health(gateway.router)["servers"])
+        numbers = itertools.count()
+        async with asyncio.timeout(120):
+            while "ejected" not in str(health(gateway.router)["servers"]):
+                await asyncio.gather(*(whole(client, next(numbers)) for _ in range(4)))
         before = become(gateway.servers[0], "slow")
-        pids = await asyncio.gather(*(whole(client, number) for number in range(100, 140)))
+        pids = await asyncio.gather(*(whole(client, number) for number in range(1000, 1040)))
         assert len(pids) == 40
-        assert become(gateway.servers[0], "well") - before <= 2
+        assert become(gateway.servers[0], "well") - before <= 4
         large = {"prompt": "x", "answer_bytes": 70_000_000}
         answer = await client.post(f"{gateway.url}/v1/completions", json=large)
         assert len(answer.content) > 70_000_000, "it passes, unmeasured"
