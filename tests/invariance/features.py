@@ -144,7 +144,11 @@ def _bad_words(rng: random.Random, fields: Fields) -> None:
 
 
 def _thinking_budget(rng: random.Random, fields: Fields) -> None:
-    tokens = ThinkingTokens((rng.randrange(3, 460),), 450, (449, 450, 449), is_open=rng.random() < 0.8)
+    # Every eighth token begins the end: an answer often stands within it at the budget.
+    spelled = {token: b"x" if token % 8 else b"</" for token in range(512)} | {450: b"t", 449: b">"}
+    spelled[rng.randrange(3, 448)] = b"<t>"
+    forced = ((448, 450, 449), (450, 449), (450, 449), (449,))
+    tokens = ThinkingTokens(b"<t>", b"</t>", forced, spelled, is_open=rng.random() < 0.8)
     fields["params"] |= {"thinking": tokens, "max_thinking_tokens": rng.randint(0, 6)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NewType
 
 import numpy as np
@@ -80,7 +81,8 @@ class RequestValidator:
                 param="prompt_logprobs",
             )
         thinking = request.params.thinking
-        if thinking is not None and not all(0 <= one < self._vocab_size for one in thinking.forced_ids):
+        forced = () if thinking is None else {*chain(*thinking.forced), *thinking.forced_again}
+        if not all(0 <= one < self._vocab_size for one in forced):
             raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="max_thinking_tokens")
         self.grammar_of(request)
         return CheckedRequest(request)

@@ -31,6 +31,7 @@ from stemma.server.answers.formats.harmony import read_harmony
 from stemma.server.answers.formats.json_calls import read_forced
 from stemma.server.answers.formats.thinking import (
     HARMONY_THINKING,
+    Calls,
     Thinking,
     read_after_thinking,
 )
@@ -222,8 +223,11 @@ class AnswerReader:
     def _thinking_tokens(self, tokenizer: Tokenizer) -> ThinkingTokens | None:
         if self.format.thinking is None:
             return None
+        calls: Calls = "must" if self.tools.demanded else "may" if self.tools.mode == "auto" else "none"
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        return self.format.thinking.tokens(lambda text: encode(text).tolist(), is_open=self.opened)
+        return self.format.thinking.tokens(
+            lambda text: encode(text).tolist(), tokenizer.spelling, is_open=self.opened, calls=calls
+        )
 
 
 def message_of(answer: Answer, tools: ToolFormat | None) -> dict[str, Any]:
