@@ -25,7 +25,7 @@ from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
-from stemma.engine.sampling.thinking import ThinkingTokens
+from stemma.engine.sampling.thinking import ThinkingMarks, ThinkingTokens
 from stemma.memory.cache.lease import Lease
 from stemma.model.vision.prompt import PromptImages
 from stemma.server.answers.logprobs import keep_best
@@ -148,7 +148,7 @@ def _thinking_budget(rng: random.Random, fields: Fields) -> None:
     spelled = {token: b"x" if token % 8 else b"</" for token in range(512)} | {450: b"t", 449: b">"}
     spelled[rng.randrange(3, 448)] = b"<t>"
     forced = ((448, 450, 449), (450, 449), (450, 449), (449,))
-    tokens = ThinkingTokens(b"<t>", b"</t>", forced, spelled, is_open=rng.random() < 0.8)
+    tokens = ThinkingTokens(ThinkingMarks(b"<t>", b"</t>", rng.random() < 0.8), forced, spelled)
     fields["params"] |= {"thinking": tokens, "max_thinking_tokens": rng.randint(0, 6)}
 
 

@@ -8,12 +8,12 @@ import pytest
 from tests.engine.harness import prompt
 
 from stemma.engine.sampling.params import SamplingParams
-from stemma.engine.sampling.thinking import ThinkingTokens
+from stemma.engine.sampling.thinking import ThinkingMarks, ThinkingTokens
 from stemma.errors import InvalidRequest
 
 END, BREAK = 300, 301
 SPELLED = {**{token: b"%d " % token for token in range(512)}, 299: b"<t>", END: b"</t>", BREAK: b"\n"}
-OPEN = ThinkingTokens(b"<t>", b"</t>", ((BREAK, END, BREAK),) * 4, SPELLED, is_open=True)
+OPEN = ThinkingTokens(ThinkingMarks(b"<t>", b"</t>", is_open=True), ((BREAK, END, BREAK),) * 4, SPELLED)
 PARAMS = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, thinking=OPEN, max_thinking_tokens=5)
 
 

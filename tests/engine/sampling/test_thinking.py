@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stemma.engine.sampling.thinking import ThinkingLimit, ThinkingTokens
+from stemma.engine.sampling.thinking import ThinkingLimit, ThinkingMarks, ThinkingTokens
 
 START, END, BREAK = 7, 8, 9
 SPELLED = {
@@ -26,10 +26,12 @@ SPELLED = {
     17: b"t>a",
 }
 AT_BUDGET = (BREAK, END, BREAK)
-TOKENS = ThinkingTokens(b"<t>", b"</t>", (AT_BUDGET,) * 4, SPELLED, is_open=False)
-OPEN = replace(TOKENS, is_open=True)
+TOKENS = ThinkingTokens(ThinkingMarks(b"<t>", b"</t>", is_open=False), (AT_BUDGET,) * 4, SPELLED)
+OPEN = replace(TOKENS, marks=replace(TOKENS.marks, is_open=True))
 IN_PIECES = replace(OPEN, forced=((BREAK, 10, 11, 13), (15, 13), (11, 13), (13,)))
-CHANNELS = replace(OPEN, may_return=True, forced=((END, 1),) * 4, forced_again=(END, 2))
+CHANNELS = replace(
+    OPEN, marks=replace(OPEN.marks, may_return=True), forced=((END, 1),) * 4, forced_again=(END, 2)
+)
 
 
 def written(limit: ThinkingLimit, wanted: list[int]) -> list[int]:
@@ -65,7 +67,7 @@ def written(limit: ThinkingLimit, wanted: list[int]) -> list[int]:
         (IN_PIECES, 3, [1, 10, 17, 1, 2, 3, 4], [1, 10, 17, 1, 2, 3, 4]),
         (IN_PIECES, 3, [1, 16, 16, 3], [1, 16, 16, 15, 13, 3]),
         (
-            replace(IN_PIECES, is_open=False),
+            replace(IN_PIECES, marks=TOKENS.marks),
             1,
             [BREAK, 16, 17, 1, 2],
             [BREAK, 16, 17, 1, BREAK, 10, 11, 13, 2],
@@ -74,12 +76,17 @@ def written(limit: ThinkingLimit, wanted: list[int]) -> list[int]:
         (CHANNELS, 1, [1, 3, START, 4, START, 5], [1, END, 1, 3, START, END, 2, 4, START, 5]),
         (replace(CHANNELS, forced_again=()), 1, [1, 3, START, 4], [1, END, 1, 3, START, 4]),
         (
-            replace(TOKENS, may_return=True),
+            replace(TOKENS, marks=replace(TOKENS.marks, may_return=True)),
             2,
             [START, 1, END, 4, 4, 4, 4, 4, 4, START, 1, 2],
             [START, 1, END, 4, 4, 4, 4, 4, 4, START, 1, BREAK, END, BREAK, 2],
         ),
-        (replace(TOKENS, start=b"5<t>"), 1, [5, START, 1, 2], [5, START, 1, BREAK, END, BREAK, 2]),
+        (
+            replace(TOKENS, marks=replace(TOKENS.marks, start=b"5<t>")),
+            1,
+            [5, START, 1, 2],
+            [5, START, 1, BREAK, END, BREAK, 2],
+        ),
     ],
 )
 def test_at_the_budget_the_end_is_forced(
@@ -98,7 +105,8 @@ def test_at_the_budget_the_end_is_forced(
 def test_a_draft_is_judged_as_if_it_were_written(
     output: list[int], draft: list[int], budget: int, is_open: bool, may_return: bool
 ):
-    tokens = replace(IN_PIECES, is_open=is_open, may_return=may_return, forced_again=(END,) * may_return)
+    marks = replace(TOKENS.marks, is_open=is_open, may_return=may_return)
+    tokens = replace(IN_PIECES, marks=marks, forced_again=(END,) * may_return)
     one, other = ThinkingLimit(tokens, budget), ThinkingLimit(tokens, budget)
     for token in output:
         one.append(token)

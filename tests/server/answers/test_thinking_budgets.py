@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from tests.server.answers.reading import read, reader
@@ -16,6 +17,7 @@ from stemma.engine.sampling.thinking import ThinkingLimit
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.answers.formats.thinking import THINKING_FORMATS, ThinkingFormat
 
+Mode = Literal["off", "auto", "required", "named"]
 KINDS = ("bytes", "special", "pieces", "sentencepiece")
 PIECES = ("</", "thi", "nk", ">\n\n", " my", "resp", "onse", "Here", "channel", "end")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -59,7 +61,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def limits_of(
-    tokenizer: Tokenizer, form: ThinkingFormat, budget: int, *, tools: str = "off"
+    tokenizer: Tokenizer, form: ThinkingFormat, budget: int, *, tools: Mode = "off"
 ) -> SamplingParams:
     """Return the sampling of a request behind a prompt that ends inside the thinking."""
     made = reader(
@@ -108,7 +110,9 @@ def test_thinking_ends_at_the_budget(tokenizer: Tokenizer, name: str):
 def test_thinking_that_begins_in_the_answer_is_counted_from_there(tokenizer: Tokenizer, name: str):
     form = THINKING_FORMATS[name]
     params = limits_of(tokenizer, form, 3)
-    params = replace(params, thinking=replace(params.thinking, is_open=False))
+    assert params.thinking is not None
+    closed = replace(params.thinking, marks=form.marks(is_open=False))
+    params = replace(params, thinking=closed)
     output = written(params, ids_of(tokenizer, f"{form.opener}abcdef"))
     answer = read(text_of(tokenizer, output), None, name, mode="off")
     assert (answer.reasoning.strip(), answer.content) == ("abc", "def")
@@ -146,7 +150,7 @@ def test_a_character_isnt_cut_by_the_end(tokenizer: Tokenizer, name: str):
 
 @pytest.mark.parametrize("tools", ["off", "required"])
 @pytest.mark.parametrize("name", THINKING_FORMATS)
-def test_a_grammar_behind_the_thinking_allows_the_forced_end(tokenizer: Tokenizer, name: str, tools: str):
+def test_a_grammar_behind_the_thinking_allows_the_forced_end(tokenizer: Tokenizer, name: str, tools: Mode):
     form = THINKING_FORMATS[name]
     compiler = GrammarCompiler(
         tokenizer.transformers_tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from stemma.engine.sampling.thinking import ThinkingTokens
+from stemma.engine.sampling.thinking import ThinkingMarks, ThinkingTokens
 from stemma.server.answers.events import parse
 from stemma.server.answers.formats.forced import Lark
 from stemma.server.answers.formats.format import ReadCalls, Tools
@@ -75,15 +75,12 @@ class ThinkingFormat:
         if end not in spell.joined(whole):
             return None
         rests = [self._rest(spell, number, behind) or whole for number in range(1, len(end))]
-        return ThinkingTokens(
-            self.opener.encode(),
-            end,
-            (whole, *rests),
-            spelled,
-            is_open,
-            self.may_return,
-            spell.ids(again),
-        )
+        marks = self.marks(is_open=is_open)
+        return ThinkingTokens(marks, (whole, *rests), spelled, spell.ids(again))
+
+    def marks(self, *, is_open: bool) -> ThinkingMarks:
+        """Return what the engine knows the thinking by."""
+        return ThinkingMarks(self.opener.encode(), self.closer.encode(), is_open, self.may_return)
 
     def _rest(self, spell: _Spelled, number: int, behind: str) -> tuple[int, ...]:
         """Return the tokens of the thinking's end behind its first `number` bytes; empty: none would do."""
