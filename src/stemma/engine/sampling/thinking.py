@@ -140,7 +140,7 @@ class ThinkingLimit:
     def __init__(self, tokens: ThinkingTokens, max_tokens: int) -> None:
         self._tokens = tokens
         self._max_tokens = max_tokens
-        self._place = ThinkingPlace(tokens.marks)
+        self.place = ThinkingPlace(tokens.marks)
         self._num_thought = 0
         self._forced: tuple[int, ...] = ()
         self._was_forced = False
@@ -166,7 +166,7 @@ class ThinkingLimit:
 
     def append(self, token: int) -> None:
         """Record a token of the output."""
-        place = self._place
+        place = self.place
         if self._forced:
             self._forced = self._forced[1:]
             if not self._forced:
@@ -181,12 +181,12 @@ class ThinkingLimit:
 
     def _copy(self) -> ThinkingLimit:
         other = copy(self)
-        other._place = copy(self._place)
+        other.place = copy(self.place)
         return other
 
     def _force_at_budget(self) -> None:
         num_late = self._num_thought - self._max_tokens
-        is_whole = not self._place.is_within_char or num_late >= _MOST_LATE
-        if self._place.is_thinking and num_late >= 0 and is_whole:
+        is_whole = not self.place.is_within_char or num_late >= _MOST_LATE
+        if self.place.is_thinking and num_late >= 0 and is_whole:
             tokens = self._tokens
-            self._forced = tokens.forced_again if self._was_forced else tokens.forced[self._place.matched]
+            self._forced = tokens.forced_again if self._was_forced else tokens.forced[self.place.matched]
