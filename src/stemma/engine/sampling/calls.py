@@ -63,9 +63,11 @@ class CallLimit:
 
     def append(self, token: int) -> None:
         """Record a token of the output. One that is forbidden ends the rule for this call."""
-        if self.call is None:
-            self._read(self._rules.spelled[token])
-        elif not self.call.append(token) or self.call.is_over:
+        call = self.call
+        begun = self._read(self._rules.spelled[token])
+        if call is None:
+            self.call = begun
+        elif not call.append(token) or call.is_over:
             self.call = None
 
     def _after(self, tokens: Sequence[int]) -> CallLimit:
@@ -76,28 +78,30 @@ class CallLimit:
             later.append(token)
         return later
 
-    def _read(self, text: bytes) -> None:
+    def _read(self, text: bytes) -> GrammarState | None:
+        """Look for heads in `text`, the output's next; return where the call that it begins is then."""
         for at, byte in enumerate(text):
-            is_thought = self.place is not None and self._reads_thinking(self.place, byte)
-            if is_thought or byte in SPACE:
-                continue
-            rules = self._rules.rules
-            matched = [found_in(rule.head, old, byte) for rule, old in zip(rules, self._matched, strict=True)]
-            begun = next((i for i, rule in enumerate(rules) if matched[i] == len(rule.head)), None)
-            self._matched = tuple(matched) if begun is None else (0,) * len(rules)
-            if begun is not None:
-                self._begin(begun, text[at + 1 :])
-                return
+            if (self.place is None or not self._reads_thinking(self.place, byte)) and byte not in SPACE:
+                begun = self._found(byte)
+                if begun is not None and self.call is None:
+                    call = self._grammars[begun].start()
+                    # Where a token goes on as the rule forbids, the call stays free.
+                    return call if call.append_text(text[at + 1 :]) else None
+        return None
+
+    def _found(self, byte: int) -> int | None:
+        """Return the number of the rule whose head `byte` ends, if there is one."""
+        heads = [rule.head for rule in self._rules.rules]
+        matched = [found_in(head, old, byte) for head, old in zip(heads, self._matched, strict=True)]
+        begun = next((i for i, head in enumerate(heads) if matched[i] == len(head)), None)
+        self._matched = tuple(matched) if begun is None else (0,) * len(heads)
+        return begun
 
     def _reads_thinking(self, place: ThinkingPlace, byte: int) -> bool:
+        if self.call is not None:
+            return False
         was_thinking = place.is_thinking
         place.read(byte)
         if place.is_thinking:
             self._matched = (0,) * len(self._matched)
         return was_thinking or place.is_thinking
-
-    def _begin(self, number: int, behind: bytes) -> None:
-        """The head of a rule is whole. Where its token goes on as the rule forbids, the call stays free."""
-        call = self._grammars[number].start()
-        if call.append_text(behind):
-            self.call = call

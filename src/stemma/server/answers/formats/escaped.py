@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
 
 _CONTROLS = {chr(code): json.dumps(chr(code))[1:-1] for code in range(0x20)}
 _ESCAPED = {**_CONTROLS, '"': '\\"', "\\": "\\\\"}
@@ -169,11 +170,16 @@ def _set_of(found: re.Match[str], *, is_dot_all: bool) -> tuple[str, list[str]] 
         text = "(?s:.)" if is_dot_all else "."
     elif found.lastgroup != "set" and not (found.lastgroup == "escape" and text[1] in _CLASSES):
         return None
+    return _split(text, is_dot=found.lastgroup == "dot")
+
+
+@lru_cache(maxsize=256)
+def _split(text: str, *, is_dot: bool) -> tuple[str, list[str]]:
     if "[" in text[1:]:
         raise ValueError(f"{text[:64]}: a set within a set can't be said of a JSON string")
     try:
         matches: Callable[[str], object] = re.compile(text).fullmatch
     except re.error as error:
         raise ValueError(f"{text[:64]} can't be said of a JSON string") from error
-    plain = _PLAIN if found.lastgroup == "dot" else f"[{text}&&{_PLAIN}]"
+    plain = _PLAIN if is_dot else f"[{text}&&{_PLAIN}]"
     return plain, [_quoted(escape) for char, escape in _ESCAPED.items() if matches(char)]
