@@ -86,6 +86,12 @@ def _one_key(schema: Schema) -> str:
     return str(next(iter(schema["properties"])))
 
 
+def _in_quotes(lark: Lark, key: str) -> str:
+    """Return what stands for a JSON object of one text, for which ``@answer`` stands."""
+    begin = f"{{ {json.dumps(key)} : {_QUOTE}"
+    return f"{lark.loose(begin)} @answer {lark.literal(_QUOTE)} {lark.loose('}')}"
+
+
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
@@ -121,12 +127,8 @@ class JsonForm:
         """
         parts = self._parts()
         behind = parts[next(i for i, part in enumerate(parts) if "NAME" in part) + 1 : -1]
-        key = json.dumps(_one_key(schema))
-        text = f"{lark.loose(f'{{ {key} : {_QUOTE}')} @answer {lark.literal(_QUOTE)} {lark.loose('}')}"
-        given = {
-            "ARGUMENTS": text if is_text else f"{lark.space()} {lark.json(schema)}",
-            "NUMBER": "/[0-9]{1,3}/",
-        }
+        value = _in_quotes(lark, _one_key(schema)) if is_text else f"{lark.space()} {lark.json(schema)}"
+        given = {"ARGUMENTS": value, "NUMBER": "/[0-9]{1,3}/"}
         return " ".join(given.get(part) or lark.loose(part) for part in behind)
 
     def _parts(self) -> list[str]:
