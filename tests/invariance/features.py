@@ -25,7 +25,7 @@ from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
-from stemma.engine.sampling.thinking import ThinkingTokens
+from stemma.engine.sampling.thinking import ThinkingMarks, ThinkingTokens
 from stemma.memory.cache.lease import Lease
 from stemma.model.vision.prompt import PromptImages
 from stemma.server.answers.logprobs import keep_best
@@ -144,7 +144,11 @@ def _bad_words(rng: random.Random, fields: Fields) -> None:
 
 
 def _thinking_budget(rng: random.Random, fields: Fields) -> None:
-    tokens = ThinkingTokens((rng.randrange(3, 460),), 450, (449, 450, 449), is_open=rng.random() < 0.8)
+    # Every eighth token begins the end: an answer often stands within it at the budget.
+    spelled = {token: b"x" if token % 8 else b"</" for token in range(512)} | {450: b"t", 449: b">"}
+    spelled[rng.randrange(3, 448)] = b"<t>"
+    forced = ((448, 450, 449), (450, 449), (450, 449), (449,))
+    tokens = ThinkingTokens(ThinkingMarks(b"<t>", b"</t>", rng.random() < 0.8), forced, spelled)
     fields["params"] |= {"thinking": tokens, "max_thinking_tokens": rng.randint(0, 6)}
 
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from stemma.config.settings import Settings
+from stemma.engine.sampling.calls import CallRules
 from stemma.prefix.eviction.policy import Conclusion, Ending
 from tests.server.openai_requests import CHAT_URL, HELLO, chat, stream
 from tests.server.scripted_engine import ScriptedEngine
@@ -162,3 +163,28 @@ async def test_wrong_tools_are_refused_by_name(
     response = await client.post(CHAT_URL, json={"messages": HELLO, **body})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+PATCH = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin" LF\n%import common.LF\n'}
+TEXT_TOOL = {"type": "custom", "name": "apply", "format": PATCH}
+FREE_TOOL = {"type": "function", "name": "exec", "parameters": {"type": "object"}}
+
+
+async def test_a_tool_of_plain_text_that_a_model_may_choose_has_its_grammar_behind_a_calls_head(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    async def rules(tools: list[dict[str, Any]], **fields: Any) -> CallRules | None:
+        answer = await client.post("/v1/responses", json={"input": "Hi", "tools": tools, **fields})
+        assert answer.status_code == 200, answer.text
+        return engine.requests[-1].params.calls
+
+    assert await rules([FREE_TOOL]) is None
+    assert await rules([FREE_TOOL, TEXT_TOOL], tool_choice="none") is None
+    found = await rules([FREE_TOOL, TEXT_TOOL])
+    assert found is not None
+    assert [rule.head for rule in found.rules] == [b'<tool_call>{"name":"apply","arguments":']
+    assert "@answer" in found.rules[0].rest.before
+    assert engine.requests[-1].params.grammar is None
+    strict = await rules([{**FREE_TOOL, "strict": True}])
+    assert strict is not None
+    assert [rule.head for rule in strict.rules] == [b'<tool_call>{"name":"exec","arguments":']

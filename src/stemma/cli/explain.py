@@ -16,6 +16,8 @@ from stemma.errors import ConfigError
 from stemma.insight.divergence.report import format_duration
 from stemma.terminal_text import visible
 
+_INSTEAD = {"tools reordered": "in one order", "tools": "with one list"}
+
 
 def command(
     request: Annotated[str, typer.Argument(metavar="[ID]", help="The id of an answer.")] = "",
@@ -116,7 +118,7 @@ def show_divergences(console: Console, found: dict[str, Any]) -> None:
             if example[side] is not None:
                 console.print(_quoted(side, example["common"], example[side], colour, is_start=False))
         if (replay := one["replay"]) is not None:
-            instead = "in one order" if one["shape"] == "tools reordered" else "with it at the end"
+            instead = _INSTEAD.get(one["shape"], "with it at the end")
             console.print(
                 f"  Replayed {replay['num_prompts']:,} prompts, {replay['num_changed']:,} of them with it: "
                 f"{replay['num_cached_tokens']:,} tokens cached; {instead} "

@@ -244,14 +244,14 @@ class AsyncEngine(EngineClient):
             if left := [request_id for request_id in asked if request_id not in last]:
                 self._commands.put(partial(self._abort_all, left))
 
-    async def _checked(self, request: GenerationRequest) -> tuple[CheckedRequest, Grammar | None]:
-        """Check a request; compile its grammar, if it has one, off the event loop and off the step loop.
+    async def _checked(self, request: GenerationRequest) -> tuple[CheckedRequest, Sequence[Grammar]]:
+        """Check a request; compile its grammars, if it has any, off the event loop and off the step loop.
 
-        The step loop finds the grammar as long as the caller holds it.
+        The step loop finds them as long as the caller holds them.
         """
         self._require_serving(request)
-        if request.params.grammar is None:
-            return self._engine.checked(request), None
+        if request.params.grammar is None and request.params.calls is None:
+            return self._engine.checked(request), ()
         try:
             return await self._compilers.run(
                 partial(self._engine.compiled, request),

@@ -8,11 +8,12 @@ import pytest
 from tests.engine.harness import prompt
 
 from stemma.engine.sampling.params import SamplingParams
-from stemma.engine.sampling.thinking import ThinkingTokens
+from stemma.engine.sampling.thinking import ThinkingMarks, ThinkingTokens
 from stemma.errors import InvalidRequest
 
 END, BREAK = 300, 301
-OPEN = ThinkingTokens((299,), END, (BREAK, END, BREAK), is_open=True)
+SPELLED = {**{token: b"%d " % token for token in range(512)}, 299: b"<t>", END: b"</t>", BREAK: b"\n"}
+OPEN = ThinkingTokens(ThinkingMarks(b"<t>", b"</t>", is_open=True), ((BREAK, END, BREAK),) * 4, SPELLED)
 PARAMS = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, thinking=OPEN, max_thinking_tokens=5)
 
 
@@ -60,8 +61,42 @@ def test_a_budget_and_other_rules_go_together(harness):
 
 
 def test_a_token_that_doesnt_exist_is_refused(harness):
-    wrong = replace(OPEN, forced_ids=(10**6,))
+    wrong = replace(OPEN, forced=((10**6,),) * 4)
     with pytest.raises(InvalidRequest, match="token ids"):
         harness(num_blocks=64).serve(prompt(1, 20), replace(PARAMS, thinking=wrong))
     with pytest.raises(InvalidRequest, match="max_thinking_tokens"):
         replace(PARAMS, max_thinking_tokens=-1)
+
+
+IN_PIECES = replace(
+    OPEN,
+    forced=((BREAK, 302, 303, 304), (303, 304), (303, 304), (304,)),
+    spelled={**SPELLED, 302: b"</", 303: b"t", 304: b">"},
+)
+"""No token ends the thinking: three do."""
+
+
+@pytest.mark.parametrize("speculation", ["off", "prompt_lookup"])
+def test_an_end_of_several_tokens_is_finished_where_the_model_began_it(harness, speculation):
+    """Nothing but one token is likely here: the one that begins the end."""
+    engine = harness(num_blocks=64, speculation=speculation)
+    params = replace(PARAMS, thinking=IN_PIECES, logit_bias=((302, 1e4),), max_tokens=24)
+    expected = [*[302] * 5, 303, 304, *[302] * 17]
+    for _ in range(3):
+        assert engine.serve(prompt(1, 20), params).token_ids[0] == expected
+    other = replace(
+        params, logit_bias=((302, 1e4), (303, 2e4)), bad_words=((303, 303),), max_thinking_tokens=2
+    )
+    assert engine.serve(prompt(1, 20), other).token_ids[0][:5] == [303, 302, 303, 304, 303]
+
+
+def test_a_sequence_that_made_room_for_others_has_the_same_end(harness):
+    params = replace(PARAMS, thinking=IN_PIECES, max_thinking_tokens=20, max_tokens=36, temperature=1.0)
+    roomy, narrow = harness(num_blocks=64), harness(num_blocks=9, block_size=8)
+    expected = [roomy.serve(prompt(seed, 20), replace(params, seed=seed)).token_ids for seed in range(3)]
+    for seed in range(3):
+        narrow.add(prompt(seed, 20), replace(params, seed=seed))
+    narrow.run()
+    assert [answer.token_ids for answer in narrow.answers.values()] == expected
+    assert narrow.engine.stats().num_preemptions > 0
+    assert all(ids[20:24] == [BREAK, 302, 303, 304] for answer in expected for ids in answer.values())

@@ -8,11 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stemma.engine.sampling.thinking import ThinkingLimit, ThinkingTokens
+from stemma.engine.sampling.thinking import ThinkingLimit, ThinkingMarks, ThinkingTokens
 
 START, END, BREAK = 7, 8, 9
-TOKENS = ThinkingTokens((START,), END, (BREAK, END, BREAK), is_open=False)
-OPEN = replace(TOKENS, is_open=True)
+SPELLED = {
+    **{token: str(token).encode() for token in range(7)},
+    START: b"<t>",
+    END: b"</t>",
+    BREAK: b"\n",
+    10: b"</",
+    11: b"t",
+    12: b">",
+    13: b">\n",
+    14: b" <",
+    15: b"/t",
+    16: b"<",
+    17: b"t>a",
+}
+AT_BUDGET = (BREAK, END, BREAK)
+TOKENS = ThinkingTokens(ThinkingMarks(b"<t>", b"</t>", is_open=False), (AT_BUDGET,) * 4, SPELLED)
+OPEN = replace(TOKENS, marks=replace(TOKENS.marks, is_open=True))
+IN_PIECES = replace(OPEN, forced=((BREAK, 10, 11, 13), (15, 13), (11, 13), (13,)))
+CHANNELS = replace(
+    OPEN, marks=replace(OPEN.marks, may_return=True), forced=((END, 1),) * 4, forced_again=(END, 2)
+)
 
 
 def written(limit: ThinkingLimit, wanted: list[int]) -> list[int]:
@@ -38,13 +57,36 @@ def written(limit: ThinkingLimit, wanted: list[int]) -> list[int]:
         (TOKENS, 0, [START], [START, BREAK, END, BREAK]),
         (TOKENS, 1, [1, 2, 3, 4, 5, START, 1, 2, 3], [1, 2, 3, 4, 5, START, 1, 2, 3]),
         (TOKENS, 1, [START, END, START, 1, 2, 3], [START, END, START, 1, 2, 3]),
+        (TOKENS, 1, [1, START, 2, 3], [1, START, 2, 3]),
+        (IN_PIECES, 2, [1, 2, 3, 4], [1, 2, BREAK, 10, 11, 13, 3, 4]),
+        (IN_PIECES, 2, [1, 14, 3], [1, 14, 15, 13, 3]),
+        (IN_PIECES, 2, [1, 10, 3], [1, 10, 11, 13, 3]),
+        (IN_PIECES, 3, [1, 10, 11, 3], [1, 10, 11, 13, 3]),
+        (IN_PIECES, 3, [1, 10, 1, 3], [1, 10, 1, BREAK, 10, 11, 13, 3]),
+        (IN_PIECES, 9, [1, 16, 15, 13, *[2] * 9], [1, 16, 15, 13, *[2] * 9]),
+        (IN_PIECES, 3, [1, 10, 17, 1, 2, 3, 4], [1, 10, 17, 1, 2, 3, 4]),
+        (IN_PIECES, 3, [1, 16, 16, 3], [1, 16, 16, 15, 13, 3]),
         (
-            replace(TOKENS, may_return=True),
+            replace(IN_PIECES, marks=TOKENS.marks),
+            1,
+            [BREAK, 16, 17, 1, 2],
+            [BREAK, 16, 17, 1, BREAK, 10, 11, 13, 2],
+        ),
+        (CHANNELS, 1, [1, 2], [1, END, 1, 2]),
+        (CHANNELS, 1, [1, 3, START, 4, START, 5], [1, END, 1, 3, START, END, 2, 4, START, 5]),
+        (replace(CHANNELS, forced_again=()), 1, [1, 3, START, 4], [1, END, 1, 3, START, 4]),
+        (
+            replace(TOKENS, marks=replace(TOKENS.marks, may_return=True)),
             2,
             [START, 1, END, 4, 4, 4, 4, 4, 4, START, 1, 2],
             [START, 1, END, 4, 4, 4, 4, 4, 4, START, 1, BREAK, END, BREAK, 2],
         ),
-        (replace(TOKENS, start_ids=(5, START)), 1, [5, START, 1, 2], [5, START, 1, BREAK, END, BREAK, 2]),
+        (
+            replace(TOKENS, marks=replace(TOKENS.marks, start=b"5<t>")),
+            1,
+            [5, START, 1, 2],
+            [5, START, 1, BREAK, END, BREAK, 2],
+        ),
     ],
 )
 def test_at_the_budget_the_end_is_forced(
@@ -54,8 +96,8 @@ def test_at_the_budget_the_end_is_forced(
 
 
 @given(
-    output=st.lists(st.integers(1, 9), max_size=12),
-    draft=st.lists(st.integers(1, 9), max_size=8),
+    output=st.lists(st.integers(1, 17), max_size=12),
+    draft=st.lists(st.integers(1, 17), max_size=8),
     budget=st.integers(0, 6),
     is_open=st.booleans(),
     may_return=st.booleans(),
@@ -63,7 +105,8 @@ def test_at_the_budget_the_end_is_forced(
 def test_a_draft_is_judged_as_if_it_were_written(
     output: list[int], draft: list[int], budget: int, is_open: bool, may_return: bool
 ):
-    tokens = replace(TOKENS, is_open=is_open, may_return=may_return)
+    marks = replace(TOKENS.marks, is_open=is_open, may_return=may_return)
+    tokens = replace(IN_PIECES, marks=marks, forced_again=(END,) * may_return)
     one, other = ThinkingLimit(tokens, budget), ThinkingLimit(tokens, budget)
     for token in output:
         one.append(token)

@@ -7,7 +7,7 @@ import pytest
 
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.insight.divergence.report import find_divergences, sentence
-from stemma.insight.divergence.whatif import CacheShape, cached_tokens, in_one_order
+from stemma.insight.divergence.whatif import CacheShape, cached_tokens, in_one_order, with_one_list
 from stemma.insight.divergence.window import DivergenceWindow, Prompt
 from stemma.prefix.explain import MissReason, Parting
 from stemma.prefix.index import MAX_FOLLOWING
@@ -171,3 +171,41 @@ def test_other_tools_are_left_as_they_are():
     assert [bytes(one.tokens.astype(np.uint8)) for one in ordered] == [
         with_tools(names, 0).encode() for names in ("abc", "abd", "abc")
     ]
+
+
+def edited(names: str, number: int) -> str:
+    return with_tools(names, number).replace("<tool b: ", "<tool b, since today: ")
+
+
+@pytest.mark.parametrize(
+    "changed", [with_tools("abcd", 0), with_tools("ac", 0), with_tools("xabc", 0), edited("abc", 0)]
+)
+def test_a_changed_list_of_tools_tells_what_keeping_it_saves(changed: str):
+    """One added last, one left out, one added first, one edited: each in every second of six prompts."""
+    server, kept = Server(), Server()
+    for number in range(6):
+        text = (changed if number % 2 else with_tools("abc", 0)).replace("Question 0", f"Question {number}")
+        server.ask(text, float(number), "tools" if number == 1 else "")
+        kept.ask(with_tools("abc", number), float(number))
+    report = find_divergences(server.window.snapshot(), decode, CACHE)
+    one = next(one for one in report.divergences if one.shape == "tools")
+    assert one.replayed is not None
+    assert one.replayed.num_changed == 3
+    num_tokens = {
+        name: sum(len(p.tokens) for p in each.window.snapshot().prompts)
+        for name, each in (("server", server), ("kept", kept))
+    }
+    saved = (num_tokens["server"] - server.num_cached) - (num_tokens["kept"] - kept.num_cached)
+    found = one.replayed.num_cached_tokens_moved - one.replayed.num_cached_tokens
+    assert found == pytest.approx(saved, abs=6 * CACHE.block_size)
+    told = sentence(report, one, 0.001)
+    assert "at a changed list of tools" in told
+    assert "keep it as it was, or put those that change last; that would have saved" in told
+
+
+def test_prompts_that_part_for_good_keep_their_tools():
+    texts = [with_tools("abc", 0), "Tools: <tool x" + "y" * 200, with_tools("abc", 1)]
+    prompts = [Prompt(float(n), DEFAULT_NAMESPACE, encode(text)) for n, text in enumerate(texts)]
+    kept, changed = with_one_list(prompts, [len("Tools: <tool ")])
+    assert changed == 0
+    assert [bytes(one.tokens.astype(np.uint8)).decode() for one in kept] == texts

@@ -142,12 +142,14 @@ class Engine:
         """
         return self._validator.checked(request)
 
-    def compiled(self, request: GenerationRequest) -> tuple[CheckedRequest, Grammar | None]:
-        """Do the same; return its grammar as well, which stays compiled while the caller holds it.
+    def compiled(self, request: GenerationRequest) -> tuple[CheckedRequest, Sequence[Grammar]]:
+        """Do the same; return its grammars as well, which stay compiled while the caller holds them.
 
-        Raises RateLimited or Overloaded if there is no room for it.
+        Raises RateLimited or Overloaded if there is no room for them.
         """
-        return self._validator.checked(request), self._validator.grammar_of(request)
+        checked = self._validator.checked(request)
+        own = self._validator.grammar_of(checked)
+        return checked, [*self._validator.grammars_of_calls(checked), *([] if own is None else [own])]
 
     @property
     def grammar_budget(self) -> Budget | None:
@@ -464,6 +466,7 @@ class Engine:
             index=index,
             ending=state.ending,
             grammar=None if grammar is None else grammar.start(),
+            calls=self._validator.grammars_of_calls(request),
         )
         sequence = SequenceState(state, index, sampling)
         state.sequences.append(sequence)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import NewType
 
 import numpy as np
@@ -10,12 +14,13 @@ from stemma.budgets import Budget
 from stemma.engine.api import GenerationRequest
 from stemma.engine.core.request import Limits
 from stemma.engine.pooling import Pooling
-from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
+from stemma.engine.sampling.grammar import Grammar, GrammarCompiler, GrammarSpec
 from stemma.engine.sampling.prompt_logprobs import MAX_REPORTED_VALUES
 from stemma.errors import InvalidRequest, PromptTooLong
 from stemma.model.vision.prompt import PromptImages
 from stemma.prefix.image_ids import are_images
 
+logger = logging.getLogger(__name__)
 NO_IMAGES = "this model reads no images: only text parts are supported"
 CheckedRequest = NewType("CheckedRequest", GenerationRequest)
 """A request that passed `RequestValidator.checked`, which alone makes these."""
@@ -80,10 +85,45 @@ class RequestValidator:
                 param="prompt_logprobs",
             )
         thinking = request.params.thinking
-        if thinking is not None and not all(0 <= one < self._vocab_size for one in thinking.forced_ids):
+        forced = () if thinking is None else {*chain(*thinking.forced), *thinking.forced_again}
+        if not all(0 <= one < self._vocab_size for one in forced):
             raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="max_thinking_tokens")
         self.grammar_of(request)
-        return CheckedRequest(request)
+        return CheckedRequest(self._with_usable_calls(request))
+
+    def _with_usable_calls(self, request: GenerationRequest) -> GenerationRequest:
+        """Return the request without those rules for calls that can't be compiled.
+
+        A model can call such a tool without them, as it could where no engine knows them.
+        """
+        calls = request.params.calls
+        if calls is None:
+            return request
+        kept = tuple(rule for rule in calls.rules if self._compiles(rule.rest, request.namespace.owner))
+        if len(kept) == len(calls.rules):
+            return request
+        rules = replace(calls, rules=kept) if kept else None
+        return replace(request, params=replace(request.params, calls=rules))
+
+    def _compiles(self, spec: GrammarSpec, owner: str) -> bool:
+        if self._grammars is None:
+            return False
+        try:
+            self._grammars.compile(spec, owner)
+        except InvalidRequest as error:
+            logger.warning("calls of a tool stay free: %s", error)
+            return False
+        return True
+
+    def grammars_of_calls(self, request: GenerationRequest) -> Sequence[Grammar]:
+        """Return the grammars of a checked request's rules for calls, found again while somebody holds them.
+
+        Raises RateLimited or Overloaded.
+        """
+        calls = request.params.calls
+        if calls is None or self._grammars is None:
+            return ()
+        return [self._grammars.compile(rule.rest, request.namespace.owner) for rule in calls.rules]
 
     def _check_images(self, request: GenerationRequest, images: PromptImages) -> None:
         """Raise InvalidRequest for a model without a vision encoder, or images that aren't where ids say."""

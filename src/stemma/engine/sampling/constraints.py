@@ -1,4 +1,4 @@
-"""Tokens that a request forbids or favours: grammar, bias, allowed ids, bad words, a budget of thinking.
+"""Tokens that a request forbids or favours: grammars, bias, allowed ids, bad words, a budget of thinking.
 
 A `Constraints` belongs to one sequence and is asked for every row of its logits. Where a request's own rules
 leave no token at all, they are ignored for that row: a sequence must be able to go on.
@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stemma.engine.sampling.grammar import AllowedTokens, GrammarState, PackedMask
+from stemma.engine.sampling.calls import CallLimit
+from stemma.engine.sampling.grammar import AllowedTokens, Grammar, GrammarState, PackedMask
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.thinking import ThinkingLimit
 
@@ -59,8 +60,16 @@ def keep_allowed(logits: torch.Tensor, packed: Sequence[PackedMask]) -> torch.Te
 class Constraints:
     """The tokens that one sequence may draw. Not thread-safe: the step loop's own."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int, grammar: GrammarState | None) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        grammar: GrammarState | None,
+        calls: Sequence[Grammar] = (),
+    ) -> None:
+        """`grammar`: where the request's begins; `calls`: the grammars of its rules for calls."""
         self._grammar = grammar
+        self._calls = None if params.calls is None else CallLimit(params.calls, calls)
         self._vocab_size = vocab_size
         self._thinking: ThinkingLimit | None = None
         if params.thinking is not None and params.max_thinking_tokens is not None:
@@ -85,7 +94,9 @@ class Constraints:
     @property
     def is_grammar_alone(self) -> bool:
         """Whether there is a grammar and no other rule."""
-        has_others = len(self._bias_ids) or self._bad_words or self._thinking is not None
+        has_others = (
+            len(self._bias_ids) or self._bad_words or self._thinking is not None or self._calls is not None
+        )
         return self._grammar is not None and not has_others
 
     def packed(self, ahead: Sequence[int]) -> PackedMask | None:
@@ -111,13 +122,17 @@ class Constraints:
             self._grammar.append(token_id)
         if self._thinking is not None:
             self._thinking.append(token_id)
+        if self._calls is not None:
+            self._calls.append(token_id)
         if self._num_kept:
             self._output = [*self._output, token_id][-self._num_kept :]
 
     def num_valid(self, draft: Sequence[int]) -> int:
-        """Return how many tokens of `draft`, in order, grammar and budget of thinking allow next."""
+        """Return how many tokens of `draft`, in order, the grammars and the budget of thinking allow next."""
         if self._thinking is not None:
             draft = draft[: self._thinking.num_valid(draft)]
+        if self._calls is not None:
+            draft = draft[: self._calls.num_valid(draft)]
         return len(draft) if self._grammar is None else self._grammar.num_valid(draft)
 
     def apply(self, logits: torch.Tensor, ahead: Sequence[int]) -> None:
@@ -137,7 +152,8 @@ class Constraints:
                 logits.masked_fill_(forbidden, -torch.inf)
 
     def _allowed(self, ahead: Sequence[int]) -> AllowedTokens | None:
-        allowed = None if self._grammar is None else self._grammar.allowed(ahead)
+        rule = self._calls if self._grammar is None else self._grammar
+        allowed = None if rule is None else rule.allowed(ahead)
         if self._only is not None:
             allowed = self._only
         bad = [word[-1] for word in self._bad_words if self._ends_with(word[:-1], ahead)]

@@ -232,14 +232,23 @@ class GrammarState:
         valid: int = self._matcher.validate_tokens(list(token_ids))
         return valid
 
-    def append(self, token_id: int) -> None:
-        """Record a token of the output. One that the grammar forbids ends the constraint (min_tokens may)."""
+    def append(self, token_id: int) -> bool:
+        """Record a token of the output; return whether it was allowed.
+
+        One that the grammar forbids ends the constraint (min_tokens may).
+        """
         if token_id == self._consumed:
             self._consumed = None
-            return
+            return True
         self._take_back()
-        if not self._matcher.is_stopped():
-            self._matcher.try_consume_tokens([token_id])
+        return not self._matcher.is_stopped() and bool(self._matcher.try_consume_tokens([token_id]))
+
+    def append_text(self, text: bytes) -> bool:
+        """Record what no whole tokens spell; return whether all of it was allowed."""
+        if not text:
+            return True
+        tokens = self._cutter.tokenizer.tokenize_bytes(text)
+        return bool(self._matcher.try_consume_tokens(tokens) == len(tokens))
 
     @property
     def is_over(self) -> bool:

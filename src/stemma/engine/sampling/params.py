@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from stemma.engine.sampling.calls import CallRules
 from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.thinking import ThinkingTokens
 from stemma.errors import InvalidRequest
@@ -81,6 +82,8 @@ class SamplingParams:
     """Tokens of thinking at which its end is forced; None: no limit. Nothing without `thinking`."""
     thinking: ThinkingTokens | None = None
     """How the model begins and ends its thinking; None: it doesn't think, or in a way that isn't known."""
+    calls: CallRules | None = None
+    """Grammars of what follows the beginnings of calls, for an answer without a `grammar`; None: no rule."""
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest naming the first field out of range."""
@@ -133,7 +136,7 @@ class SamplingParams:
     @property
     def constrained(self) -> bool:
         """Whether something forbids tokens or changes logits, apart from penalties and `min_tokens`."""
-        rules = (self.grammar, self.logit_bias, self.allowed_token_ids, self.bad_words)
+        rules = (self.grammar, self.calls, self.logit_bias, self.allowed_token_ids, self.bad_words)
         return any(rules) or self.limits_thinking
 
     @property

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from stemma.engine.sampling.constraints import Constraints
 from stemma.engine.sampling.ending import Ending
-from stemma.engine.sampling.grammar import GrammarState
+from stemma.engine.sampling.grammar import Grammar, GrammarState
 from stemma.engine.sampling.params import SamplingParams
 
 _UNIFORMS_PER_CHUNK = 64
@@ -29,7 +29,8 @@ class SamplingState:
 
     `index` tells the `n` sequences of a request apart: each has its own random numbers. `ending` says which
     tokens can't be drawn yet; None: that of `params` for a model without EOS tokens. An unseeded request
-    takes its seed from `seed_source`, at its first draw. `grammar` is where `params.grammar` begins.
+    takes its seed from `seed_source`, at its first draw. `grammar` is where `params.grammar` begins,
+    `calls` are the grammars of `params.calls`.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class SamplingState:
         ending: Ending | None = None,
         seed_source: Callable[[], int] = _fresh_seed,
         grammar: GrammarState | None = None,
+        calls: Sequence[Grammar] = (),
     ) -> None:
         self.params = params
-        self.constraints = Constraints(params, vocab_size, grammar) if params.constrained else None
+        self.constraints = Constraints(params, vocab_size, grammar, calls) if params.constrained else None
         self.num_output_tokens = 0
         self._seed, self._seed_source, self._index = params.seed, seed_source, index
         self._chunk = -1

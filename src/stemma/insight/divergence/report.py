@@ -9,8 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stemma.insight.divergence.shapes import SHAPES, TEXT, Decode, TokenTexts, value_at
-from stemma.insight.divergence.whatif import CacheShape, cached_tokens, in_one_order, moved_to_the_end
+from stemma.insight.divergence.whatif import (
+    CacheShape,
+    cached_tokens,
+    in_one_order,
+    moved_to_the_end,
+    with_one_list,
+)
 from stemma.insight.divergence.window import (
+    CHANGED_LIST,
     CHANGES,
     NO_TOKEN,
     REASONS,
@@ -45,7 +52,10 @@ class Replayed:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_cached_tokens_moved: int
-    """With the value at the end of the prompts, or the tools in one order."""
+    """With the value at the end of the prompts, or the tools in one order, or the list of the first prompt.
+
+    Tokens of a list that is shorter or longer than theirs count as if prompts had kept their length.
+    """
 
     @property
     def saved_share(self) -> float:
@@ -94,7 +104,7 @@ class DivergenceReport:
     """The costliest first."""
 
     def saved_tokens(self, divergence: Divergence) -> int | None:
-        """Return what moving the value, or one order of tools, would have saved in the window.
+        """Return what moving the value, one order of tools, or one list would have saved in the window.
 
         The share that the replay of the last prompts found, applied to the tokens computed in the window.
         """
@@ -126,7 +136,7 @@ def find_divergences(
     num_replayed, found = 0, []
     for (shape, edge), group in costliest:
         replayed = None
-        if (shape in SHAPES or shape == REORDERED) and num_replayed < MAX_REPLAYED:
+        if (shape in SHAPES or shape in (REORDERED, CHANGED_LIST)) and num_replayed < MAX_REPLAYED:
             num_replayed += 1
             replayed = _replay(prompts, before, shape, group, texts, cache)
         later = _EDGES.index(edge) + 1
@@ -203,15 +213,13 @@ def _replay(
     places = [place for place, _ in group.places.most_common(_MAX_PLACES)]
     if shape == REORDERED:
         moved, num_changed = in_one_order(prompts, places)
+    elif shape == CHANGED_LIST:
+        moved, num_changed = with_one_list(prompts, places)
     else:
         moved, num_changed = moved_to_the_end(prompts, shape, places, texts)
-    return Replayed(
-        len(prompts),
-        num_changed,
-        sum(len(prompt.tokens) for prompt in prompts),
-        sum(before),
-        sum(cached_tokens(moved, cache)),
-    )
+    num_tokens = sum(len(prompt.tokens) for prompt in prompts)
+    num_computed = sum(len(prompt.tokens) for prompt in moved) - sum(cached_tokens(moved, cache))
+    return Replayed(len(prompts), num_changed, num_tokens, sum(before), num_tokens - num_computed)
 
 
 def sentence(report: DivergenceReport, divergence: Divergence, prefill_s_per_token: float | None) -> str:
@@ -222,12 +230,11 @@ def sentence(report: DivergenceReport, divergence: Divergence, prefill_s_per_tok
         place = f"behind token {divergence.first_token:,}"
     if divergence.shape == TEXT:
         return f"{share:.0%} of the computed tokens follow people's own words {place}."
-    if divergence.shape == "tools":
-        what = f"a changed list of tools {place}: keep it for a session, and put those that change last"
-        return f"{share:.0%} of the computed tokens follow {what}."
     what, advice, instead = f"{_ARTICLES.get(divergence.shape, 'a')} {divergence.shape}", *_MOVE
     if divergence.shape == REORDERED:
         what, advice, instead = "the same tools in another order", *_ORDER
+    elif divergence.shape == CHANGED_LIST:
+        what, advice, instead = "a changed list of tools", *_LIST
     text = f"{share:.0%} of the computed tokens part at {what} {place}"
     saved = report.saved_tokens(divergence)
     if saved is None:
@@ -242,6 +249,7 @@ def sentence(report: DivergenceReport, divergence: Divergence, prefill_s_per_tok
 
 _MOVE = ("move it to the end", "moving it to the end")
 _ORDER = ("give all of them one order", "one order for all")
+_LIST = ("keep it as it was, or put those that change last", "the list as it was")
 _ARTICLES = {"address": "an", "email": "an", "identifier": "an"}
 
 

@@ -1,17 +1,16 @@
-"""A replay of recorded prompts as if a value had stood at their end, or tools in one order: what it saves.
+"""A replay of recorded prompts as if a value had stood at their end, or tools been the same: what it saves.
 
 Prompts are replayed in order of arrival through the index and the eviction policy that serve requests,
 twice: as they were, and with the value cut out and put at the end, or with the tools as the first prompt had
-them, so that prompts keep their length. A
-prompt is served in an instant, and answers are not replayed: both runs leave these out alike, and only their
-difference is used.
+them, in its order or also its very list. A prompt is served in an instant, and answers are not replayed: both
+runs leave these out alike, and only their difference is used.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +26,8 @@ from stemma.types import BlockIds, TokenArray
 
 _CONTEXT_TOKENS, _MAX_VALUE_TOKENS = 16, 48
 _MAX_ORDERED_TOKENS = 1 << 16
+_RESUMED_TOKENS = 32
+"""Tokens in which two prompts agree again behind a place where they part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,24 @@ def in_one_order(prompts: Sequence[Prompt], places: Sequence[int]) -> tuple[list
     What a prompt has there is in another order if its tokens are those of the first one, up to some place, in
     another sequence. Other prompts stay as they are. Also returns how many were changed.
     """
+    return _as_the_first(prompts, places, _ends_of_order)
+
+
+def with_one_list(prompts: Sequence[Prompt], places: Sequence[int]) -> tuple[list[Prompt], int]:
+    """Return the prompts as if all of them had what stands at one of `places` as the first has it.
+
+    What was added, left out or written otherwise there ends where both agree again in 32 tokens. Prompts that
+    never do stay as they are. Also returns how many were changed.
+    """
+    return _as_the_first(prompts, places, _ends_of_change)
+
+
+def _as_the_first(
+    prompts: Sequence[Prompt],
+    places: Sequence[int],
+    ends: Callable[[TokenArray, TokenArray], tuple[int, int]],
+) -> tuple[list[Prompt], int]:
+    """Return the prompts with the first one's tokens at `places`; `ends`: how many of it, for how many."""
     firsts: dict[tuple[Namespace, int, bytes], TokenArray] = {}
     changed, ordered = 0, []
     for prompt in prompts:
@@ -119,12 +138,32 @@ def in_one_order(prompts: Sequence[Prompt], places: Sequence[int]) -> tuple[list
         for place in sorted(place for place in places if place < len(tokens)):
             key = (prompt.namespace, place, hashlib.sha256(tokens[:place].tobytes()).digest())
             first = firsts.setdefault(key, tokens)
-            end = _end_of_order(first[place:], tokens[place:])
-            if end:
-                tokens = np.concatenate((first[: place + end], tokens[place + end :]))
+            theirs, own = ends(first[place:], tokens[place:])
+            if theirs or own:
+                tokens = np.concatenate((first[: place + theirs], tokens[place + own :]))
         changed += tokens is not prompt.tokens
         ordered.append(Prompt(prompt.at, prompt.namespace, tokens))
     return ordered, changed
+
+
+def _ends_of_order(one: TokenArray, other: TokenArray) -> tuple[int, int]:
+    end = _end_of_order(one, other)
+    return end, end
+
+
+def _ends_of_change(one: TokenArray, other: TokenArray) -> tuple[int, int]:
+    """Return behind how many tokens of each both go on alike; (0, 0): they never do, or do so at once."""
+    one, other = one[:_MAX_ORDERED_TOKENS], other[:_MAX_ORDERED_TOKENS]
+    if min(len(one), len(other)) < _RESUMED_TOKENS or one[0] == other[0]:
+        return 0, 0
+    runs = np.lib.stride_tricks.sliding_window_view(one, _RESUMED_TOKENS)
+    starts: dict[bytes, int] = {}
+    for start, run in enumerate(runs):
+        starts.setdefault(run.tobytes(), start)
+    for end, run in enumerate(np.lib.stride_tricks.sliding_window_view(other, _RESUMED_TOKENS)):
+        if (found := starts.get(run.tobytes())) is not None:
+            return found, end
+    return 0, 0
 
 
 def _end_of_order(one: TokenArray, other: TokenArray) -> int:

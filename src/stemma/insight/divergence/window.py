@@ -30,7 +30,8 @@ UNKNOWN = -1
 REASONS = tuple(MissReason)
 
 REORDERED = "tools reordered"
-CHANGES = ("", REORDERED, "tools")
+CHANGED_LIST = "tools"
+CHANGES = ("", REORDERED, CHANGED_LIST)
 """Changed parts that no value's shape tells of."""
 
 RECORD_DTYPE = np.dtype(

@@ -32,6 +32,8 @@ _MAX_REASON_CHARS = 300
 _TURN = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"})
 _ADVICE = "take tokenizer.json and tokenizer_config.json from where the checkpoint comes from"
 _PROCESSOR_TEMPLATE = "chat_template.json"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token of one byte in vocabularies that aren't byte-level."""
 _ENCODING = ("_encode_plus", "_convert_encoding", "set_truncation_and_padding")
 """Methods of transformers' own class that lie between `encode` and the library tokenizers."""
 
@@ -169,6 +171,11 @@ class Tokenizer:
         kinds = type(raw.model).__name__, type(raw.decoder).__name__
         return TokenBytes(raw) if kinds == ("BPE", "ByteLevel") else None
 
+    @cached_property
+    def spelling(self) -> Mapping[int, bytes]:
+        """The bytes of each token, special ones included, as they stand in the middle of a text."""
+        return self.token_bytes if self.token_bytes is not None else _Spelling(self)
+
     @property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""
@@ -296,3 +303,23 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> TokenArray:
         """Return the ids of a conversation; arguments and errors as of `render_chat`."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+
+class _Spelling(dict[int, bytes]):
+    """The bytes of tokens of any vocabulary, looked up once each; those of U+FFFD where nothing says more."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        # Many decoders leave out the space of a first token.
+        self._before = tokenizer.encode("a", add_special_tokens=False)[-1:].tolist()
+        self._head = tokenizer.decode(self._before)
+
+    def __missing__(self, token_id: int) -> bytes:
+        text = self._tokenizer.decode([*self._before, token_id], skip_special_tokens=False)
+        text = text.removeprefix(self._head)
+        found = text.encode()
+        if "\ufffd" in text and (byte := _BYTE.fullmatch(self._tokenizer.token_text(token_id))) is not None:
+            found = bytes.fromhex(byte[1])
+        self[token_id] = found
+        return found

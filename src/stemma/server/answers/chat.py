@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from stemma.engine.sampling.calls import CallRule, CallRules
 from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.thinking import ThinkingTokens
@@ -25,18 +27,20 @@ from stemma.server.answers.events import (
     parse,
 )
 from stemma.server.answers.families import AnswerFormat
-from stemma.server.answers.formats.forced import forced_grammar
+from stemma.server.answers.formats.forced import TextGrammar, forced_grammar, grammar_behind_head
 from stemma.server.answers.formats.format import ReadCalls, ToolFormat
 from stemma.server.answers.formats.harmony import read_harmony
 from stemma.server.answers.formats.json_calls import read_forced
 from stemma.server.answers.formats.thinking import (
     HARMONY_THINKING,
+    Calls,
     Thinking,
     read_after_thinking,
 )
 from stemma.server.answers.parts import Parts, PlainParser, ReadingParser
 from stemma.server.answers.scanning import Markers, Reading, Scanner
 
+logger = logging.getLogger(__name__)
 _ID_CHARS = string.ascii_letters + string.digits
 
 Choice = Literal["none", "auto", "required"] | str
@@ -53,6 +57,10 @@ class ToolUse:
     named: str = ""
     parallel: bool = True
     """Whether an answer may hold more than one call."""
+    strict: Collection[str] = ()
+    """Tools whose arguments must follow their schema wherever they are called."""
+    texts: Mapping[str, TextGrammar] = field(default_factory=dict)
+    """Tools of one argument, a text, whose form it has."""
 
     @property
     def demanded(self) -> Mapping[str, Mapping[str, Any]]:
@@ -68,9 +76,16 @@ class ToolUse:
 
 
 def tool_use(
-    tools: Sequence[Mapping[str, Any]] | None, choice: Choice | Mapping[str, Any] | None, *, parallel: bool
+    tools: Sequence[Mapping[str, Any]] | None,
+    choice: Choice | Mapping[str, Any] | None,
+    *,
+    parallel: bool,
+    texts: Mapping[str, TextGrammar] | None = None,
 ) -> ToolUse:
-    """Check OpenAI's `tools` and `tool_choice`. Raises InvalidRequest naming what is wrong."""
+    """Check OpenAI's `tools` and `tool_choice`. Raises InvalidRequest naming what is wrong.
+
+    `texts`: the forms of the tools that take one text.
+    """
     schemas: Mapping[str, Mapping[str, Any]]
     schemas = dict(_schema(tool, f"tools[{number}]") for number, tool in enumerate(tools or ()))
     named = ""
@@ -87,7 +102,11 @@ def tool_use(
         if not schemas:
             raise InvalidRequest("tool_choice is 'required', but there are no tools", param="tool_choice")
         return ToolUse(schemas, "required", parallel=parallel)
-    return ToolUse(schemas, "auto" if schemas and choice != "none" else "off", parallel=parallel)
+    if not schemas or choice == "none":
+        return ToolUse(schemas, parallel=parallel)
+    strict = {tool["function"]["name"] for tool in tools or () if tool["function"].get("strict") is True}
+    held = {name: text for name, text in (texts or {}).items() if name in schemas}
+    return ToolUse(schemas, "auto", parallel=parallel, strict=strict & schemas.keys(), texts=held)
 
 
 def _allowed(
@@ -199,7 +218,30 @@ class AnswerReader:
             grammar = replace(grammar, before=before)
         skips = params.skip_special_tokens and not token_ids
         thinking = None if params.max_thinking_tokens is None else self._thinking_tokens(tokenizer)
-        return replace(params, grammar=grammar, skip_special_tokens=skips, thinking=thinking)
+        calls = self._call_rules(tokenizer, token_ids) if grammar is None else None
+        return replace(params, grammar=grammar, skip_special_tokens=skips, thinking=thinking, calls=calls)
+
+    def _call_rules(self, tokenizer: Tokenizer, token_ids: Mapping[str, int]) -> CallRules | None:
+        """Return what calls that the model may make must follow; None: nothing."""
+        rules: list[CallRule] = []
+        for name in dict.fromkeys((*self.tools.texts, *sorted(self.tools.strict))):
+            rules += self._rules_of(name, token_ids)
+        if not rules:
+            return None
+        thinking = self.format.thinking
+        marks = None if thinking is None else thinking.marks(is_open=self.opened)
+        return CallRules(tuple(rules), marks, tokenizer.spelling)
+
+    def _rules_of(self, name: str, token_ids: Mapping[str, int]) -> list[CallRule]:
+        form = None if self.format.tools is None else self.format.tools.form
+        text = self.tools.texts.get(name)
+        try:
+            heads, grammar = grammar_behind_head(form, name, self.tools.schemas, text, token_ids)
+        except (ValueError, InvalidRequest, RecursionError) as error:
+            kind = "no format of calls" if self.format.tools is None else self.format.tools.name
+            logger.info("calls of the tool %.64r stay free (%s): %.200s", name, kind, error)
+            return []
+        return [CallRule("".join(head.split()).encode(), grammar) for head in heads]
 
     def _special_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
         """Return the markers that are special tokens, with their ids."""
@@ -222,8 +264,11 @@ class AnswerReader:
     def _thinking_tokens(self, tokenizer: Tokenizer) -> ThinkingTokens | None:
         if self.format.thinking is None:
             return None
+        calls: Calls = "must" if self.tools.demanded else "may" if self.tools.mode == "auto" else "none"
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        return self.format.thinking.tokens(lambda text: encode(text).tolist(), is_open=self.opened)
+        return self.format.thinking.tokens(
+            lambda text: encode(text).tolist(), tokenizer.spelling, is_open=self.opened, calls=calls
+        )
 
 
 def message_of(answer: Answer, tools: ToolFormat | None) -> dict[str, Any]:

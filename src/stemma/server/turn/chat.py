@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
 from stemma.server.admission.answers import NOTHING_ELSE, told_ids
 from stemma.server.answers.chat import AnswerReader, tool_use
+from stemma.server.answers.formats.forced import TextGrammar
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.turn.build import Asked, Prompt, Turn
 from stemma.server.turn.context import ApiContext
@@ -37,6 +38,8 @@ class ChatAsked:
     earlier: TokenArray | None = None
     """Ids of the conversation after the last answer: the prompt begins with them if its text begins with
     theirs, and no image stands in it."""
+    texts: Mapping[str, TextGrammar] = field(default_factory=dict)
+    """The forms of texts that tools take, which chat has no field for."""
     hinted: Callable[[Hints, Prompt], Awaitable[Hints]] = _as_they_are
     """Returns the body's hints with those that the plane has words of its own for."""
 
@@ -51,7 +54,7 @@ async def chat_turn(context: ApiContext, http: Request, asked: ChatAsked) -> Tur
     held = None if prompt.images is not None else asked.earlier
     if held is not None:
         prompt = await _going_on(context, held, prompt)
-    reader = _answer_reader(context, body, prompt.token_ids)
+    reader = _answer_reader(context, asked, prompt.token_ids)
     params = reader.constrain(params, context.engine.tokenizer)
     hints = await asked.hinted(hints_of(body), prompt)
     following = next_turn(context, body, adapter, reader, None if held is None else prompt.token_ids)
@@ -79,8 +82,9 @@ async def _going_on(context: ApiContext, earlier: TokenArray, prompt: Prompt) ->
     return replace(prompt, token_ids=check_tokens(context.intake, tokens, "messages"))
 
 
-def _answer_reader(context: ApiContext, body: ChatRequest, tokens: TokenArray) -> AnswerReader:
-    """Return what reads the answers to `body`, whose prompt is `tokens`."""
+def _answer_reader(context: ApiContext, asked: ChatAsked, tokens: TokenArray) -> AnswerReader:
+    """Return what reads the answers to what is asked, whose prompt is `tokens`."""
+    body = asked.body
     known = context.answer_format
     if not body.separate_reasoning:
         known = replace(known, thinking=None)
@@ -88,5 +92,5 @@ def _answer_reader(context: ApiContext, body: ChatRequest, tokens: TokenArray) -
     if known.thinking is not None:
         end = tokens[-_REASONING_MARK_TOKENS:].tolist()
         opened = known.thinking.is_open_at(context.engine.tokenizer.decode(end, skip_special_tokens=False))
-    use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, texts=asked.texts)
     return AnswerReader(known, use, opened, with_reasoning=body.include_reasoning)

@@ -10,10 +10,11 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from stemma.engine.sampling.grammar import JSON_OPTIONS
+from stemma.engine.sampling.grammar import JSON_OPTIONS, GrammarSpec
 from stemma.engine.sampling.schemas import embedded
+from stemma.server.answers.formats.escaped import escaped_lark, lark_of_regex
 from stemma.server.answers.formats.typed import kinds_of
 
 Schema = Mapping[str, Any]
@@ -23,6 +24,7 @@ _PLAIN_ROOT = frozenset(
 _BOUNDS_OF_TEXT = frozenset(("pattern", "minLength", "maxLength", "format", "allOf", "not", "if"))
 _SCALARS = frozenset(("string", "integer", "number", "boolean", "null"))
 _MAX_LITERALS = 1000
+_QUOTE = '"'
 
 
 class Lark:
@@ -51,6 +53,14 @@ class Lark:
         self._rules.append(f"{name}{options}: {body}")
         return name
 
+    def loose(self, text: str) -> str:
+        """Return what stands for `text` with any white space where it has some, and before it."""
+        return " ".join(f"{self.space()} {self.literal(word)}" for word in text.split())
+
+    def space(self) -> str:
+        """Return what stands for any white space, or none."""
+        return r"/\s{0,16}/"
+
     def json(self, schema: Schema) -> str:
         """Return what stands for a JSON value."""
         return self.rule(f"%json {embedded(schema, JSON_OPTIONS)}")
@@ -66,6 +76,22 @@ class Lark:
         return "\n".join((f"start: {start}", *self._rules)) + "\n"
 
 
+def _is_marked(head: str) -> bool:
+    """Whether `head` means nothing else anywhere in an answer."""
+    return head.startswith(("<", "[TOOL_CALLS]"))
+
+
+def _one_key(schema: Schema) -> str:
+    """Return the name of the one argument, a text."""
+    return str(next(iter(schema["properties"])))
+
+
+def _in_quotes(lark: Lark, key: str) -> str:
+    """Return what stands for a JSON object of one text, for which ``@answer`` stands."""
+    begin = f"{{ {json.dumps(key)} : {_QUOTE}"
+    return f"{lark.loose(begin)} @answer {lark.literal(_QUOTE)} {lark.loose('}')}"
+
+
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
@@ -79,6 +105,35 @@ class JsonForm:
     between: str = ""
     after: str = ""
     may_repeat: bool = True
+    other_heads: tuple[str, ...] = ()
+    """What models also write before ARGUMENTS, with NAME."""
+    text_is_escaped: ClassVar[bool] = True
+    ends_names: ClassVar[bool] = True
+
+    def heads(self, name: str) -> list[str]:
+        """Return what calls of `name` begin with, up to their arguments or to a NUMBER."""
+        parts = self._parts()
+        head = next(part for part in parts if "NAME" in part)
+        if head == parts[0] and not _is_marked(head):
+            head, later = self.before + head, [f"{parts[-1]}{self.between}{head}"] if self.before else []
+        else:
+            later = []
+        return [one.replace("NAME", json.dumps(name)[1:-1]) for one in (head, *later, *self.other_heads)]
+
+    def rest(self, lark: Lark, name: str, schema: Schema, *, is_text: bool) -> str | None:
+        """Return what stands for what follows one of `heads`, up to the end of the arguments; never None.
+
+        `is_text`: the one argument is a text, for which ``@answer`` stands.
+        """
+        parts = self._parts()
+        behind = parts[next(i for i, part in enumerate(parts) if "NAME" in part) + 1 : -1]
+        value = _in_quotes(lark, _one_key(schema)) if is_text else f"{lark.space()} {lark.json(schema)}"
+        given = {"ARGUMENTS": value, "NUMBER": "/[0-9]{1,3}/"}
+        return " ".join(given.get(part) or lark.loose(part) for part in behind)
+
+    def _parts(self) -> list[str]:
+        """Return the pattern in parts; the last is what stands behind the arguments."""
+        return re.split(r"(ARGUMENTS|NUMBER)", self.pattern)
 
     def call(self, lark: Lark, name: str, schema: Schema) -> str | None:
         """Return what stands for a call of `name`; never None."""
@@ -115,8 +170,44 @@ class KeywordForm:
     """Stands around bare strings; then other values are scalars."""
     words: tuple[str, str] = ("true", "false")
 
+    @property
+    def text_is_escaped(self) -> bool:
+        """Whether texts stand in JSON strings."""
+        return self.strings == "json"
+
+    @property
+    def ends_names(self) -> bool:
+        """Whether `heads` say where the name ends."""
+        return bool(self.head.partition("NAME")[2].strip())
+
+    def heads(self, name: str) -> list[str]:
+        """Return what calls of `name` begin with."""
+        head = self.head.replace("NAME", name)
+        if _is_marked(head) or not self.before:
+            return [head]
+        return [self.before + head, f"{self.tail}{self.between}{head}"]
+
+    def rest(self, lark: Lark, name: str, schema: Schema, *, is_text: bool) -> str | None:
+        """Return what stands for what follows one of `heads`; None if this form can't say it.
+
+        `is_text`: the one argument is a text, for which ``@answer`` stands.
+        """
+        if not is_text:
+            inner = self._arguments(lark, schema)
+        else:
+            quote = _QUOTE if self.text_is_escaped else self.quote
+            begin = self.parameter.replace("STRING", "true").replace("KEY", _one_key(schema))
+            inner = f"{lark.literal(begin + quote)} @answer {lark.literal(quote + self.value_end)}"
+        return None if inner is None else f"{lark.space()} {inner} {lark.loose(self.tail)}"
+
     def call(self, lark: Lark, name: str, schema: Schema) -> str | None:
         """Return what stands for a call of `name`; None if this form can't say what `schema` demands."""
+        inner = self._arguments(lark, schema)
+        if inner is None:
+            return None
+        return f"{lark.literal(self.head.replace('NAME', name))} {inner} {lark.literal(self.tail)}"
+
+    def _arguments(self, lark: Lark, schema: Schema) -> str | None:
         if schema.keys() - _PLAIN_ROOT or schema.get("type", "object") != "object":
             return None
         properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -128,8 +219,7 @@ class KeywordForm:
             if parameter is None:
                 return None
             given[key] = lark.rule(parameter)
-        inner = _in_order(lark, given, required, self.separator)
-        return f"{lark.literal(self.head.replace('NAME', name))} {inner} {lark.literal(self.tail)}"
+        return _in_order(lark, given, required, self.separator)
 
     def _parameter(self, lark: Lark, key: str, schema: Schema) -> str | None:
         kinds = kinds_of(schema, key)
@@ -206,3 +296,40 @@ def forced_grammar(
     call = lark.rule(" | ".join(lark.rule(one) for one in calls if one))
     several = call if single or not form.may_repeat else f"{call} ({lark.literal(form.between)} {call})*"
     return lark.text(f"{lark.literal(form.before)} {several} {lark.literal(form.after)}")
+
+
+@dataclass(frozen=True, slots=True)
+class TextGrammar:
+    """The form of a text that is the one argument of a tool."""
+
+    kind: Literal["lark", "regex"]
+    definition: str
+
+
+def grammar_behind_head(
+    form: CallForm | None,
+    name: str,
+    tools: Mapping[str, Schema],
+    text: TextGrammar | None,
+    token_ids: Mapping[str, int],
+) -> tuple[list[str], GrammarSpec]:
+    """Return the heads of calls of `name`, and the grammar of what follows. `text`: that of its one argument.
+
+    Raises ValueError for what `form` can't hold.
+    """
+    if form is None:
+        raise ValueError("this format has no form of calls")
+    if not form.ends_names and any(other.startswith(name) for other in tools if other != name):
+        raise ValueError(
+            "another tool's name begins with its name, and this format doesn't say where one ends"
+        )
+    lark = Lark(token_ids)
+    rest = form.rest(lark, name, tools[name], is_text=text is not None)
+    if rest is None:
+        raise ValueError("this format of calls can't hold its schema")
+    if text is None:
+        return form.heads(name), GrammarSpec("grammar", lark.text(rest), param="tools")
+    inner = lark_of_regex(text.definition) if text.kind == "regex" else text.definition
+    if form.text_is_escaped:
+        inner = escaped_lark(inner)
+    return form.heads(name), GrammarSpec("grammar", inner, before=lark.text(rest), param="tools")

@@ -16,6 +16,7 @@ from stemma.server.answers.scanning import Markers, Reading, Scanner
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_CALL_HEAD_ENDS = (f"{_CONSTRAIN}json{_MESSAGE}", f"json{_MESSAGE}", _MESSAGE)
 _HEAD_ENDS = Markers(_MESSAGE, *_ENDS)
 _BODY_ENDS = Markers(*_ENDS, _START, _CHANNEL)
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
@@ -82,6 +83,9 @@ HARMONY = ToolFormat(
     (_CHANNEL, _START),
     (_MESSAGE, _CONSTRAIN, *_ENDS),
     JsonForm(
-        f"{_CHANNEL}commentary to=functions.NAME {_CONSTRAIN}json{_MESSAGE}" + "ARGUMENTS", may_repeat=False
+        f"{_CHANNEL}commentary to=functions.NAME {_CONSTRAIN}json{_MESSAGE}" + "ARGUMENTS",
+        may_repeat=False,
+        other_heads=tuple(f"to=functions.NAME{_CHANNEL}commentary{end}" for end in _CALL_HEAD_ENDS)
+        + tuple(f"to=functions.NAME{end}" for end in _CALL_HEAD_ENDS),
     ),
 )

@@ -6,15 +6,37 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from stemma.engine.sampling.thinking import ThinkingTokens
+from stemma.engine.sampling.thinking import ThinkingMarks, ThinkingTokens
 from stemma.server.answers.events import parse
 from stemma.server.answers.formats.forced import Lark
 from stemma.server.answers.formats.format import ReadCalls, Tools
 from stemma.server.answers.parts import Parts, ReadingParser
 from stemma.server.answers.scanning import Markers, Reading, Scanner, Tell
 
+Encode = Callable[[str], Sequence[int]]
+Calls = Literal["none", "may", "must"]
+"""Whether an answer holds calls."""
 _LINE_BREAKS = re.compile(r"\n*")
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelled:
+    """A vocabulary: the tokens of a text, and the bytes of tokens."""
+
+    encode: Encode
+    spelled: Mapping[int, bytes]
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of `text`, without a space that only the beginning of a text has."""
+        ids = tuple(self.encode(text))
+        is_added = bool(ids) and self.spelled[ids[0]] == b" " and not text.startswith(" ")
+        return ids[1:] if is_added else ids
+
+    def joined(self, ids: Sequence[int]) -> bytes:
+        """Return the text of `ids`."""
+        return b"".join(self.spelled[token] for token in ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +50,8 @@ class ThinkingFormat:
     """Further markers of the format."""
     behind: str = "\n\n"
     """What templates write between the end of the thinking and the answer."""
+    behind_for_calls: str = ""
+    """The same where calls may follow and `behind` would begin text."""
     may_return: bool = False
     """Whether there may be more thinking later in an answer."""
 
@@ -36,14 +60,37 @@ class ThinkingFormat:
         """Tokens that must stay in the text."""
         return (self.opener, self.closer, *self.others)
 
-    def tokens(self, encode: Callable[[str], Sequence[int]], *, is_open: bool) -> ThinkingTokens | None:
-        """Return the tokens by which a budget of thinking is kept; None if its end isn't a token."""
-        end_ids = tuple(encode(self.closer))
-        if len(end_ids) != 1:
+    def tokens(
+        self, encode: Encode, spelled: Mapping[int, bytes], *, is_open: bool, calls: Calls
+    ) -> ThinkingTokens | None:
+        """Return what a budget of thinking is kept by; None if the vocabulary can't write the thinking's end.
+
+        `spelled`: the bytes of each token. `calls`: whether the answer may hold calls.
+        """
+        before, behind, again = "" if self.may_return else "\n", self.behind, ""
+        if self.behind_for_calls and calls != "none":
+            behind, again = self.behind_for_calls, self.closer + self.behind if calls == "may" else ""
+        spell = _Spelled(encode, spelled)
+        end, whole = self.closer.encode(), spell.ids(before + self.closer + behind)
+        if end not in spell.joined(whole):
             return None
-        before = "" if self.may_return else "\n"
-        forced = tuple(encode(f"{before}{self.closer}{self.behind}"))
-        return ThinkingTokens(tuple(encode(self.opener)), end_ids[0], forced, is_open, self.may_return)
+        rests = [self._rest(spell, number, behind) or whole for number in range(1, len(end))]
+        marks = self.marks(is_open=is_open)
+        return ThinkingTokens(marks, (whole, *rests), spelled, spell.ids(again))
+
+    def marks(self, *, is_open: bool) -> ThinkingMarks:
+        """Return what the engine knows the thinking by."""
+        return ThinkingMarks(self.opener.encode(), self.closer.encode(), is_open, self.may_return)
+
+    def _rest(self, spell: _Spelled, number: int, behind: str) -> tuple[int, ...]:
+        """Return the tokens of the thinking's end behind its first `number` bytes; empty: none would do."""
+        rest = self.closer.encode()[number:]
+        if len(spell.ids(self.closer)) == 1 or rest[0] & 0xC0 == 0x80:
+            return ()  # what looks like the end's beginning is text; or it is no whole character
+        ids = spell.ids(self.closer + behind)
+        cut = next((i for i in range(len(ids)) if len(spell.joined(ids[:i])) == number), None)
+        ids = spell.ids(rest.decode() + behind) if cut is None else ids[cut:]
+        return ids if spell.joined(ids).startswith(rest) else ()
 
     def before_grammar(self, token_ids: Mapping[str, int], *, is_open: bool, is_call: bool) -> str:
         """Return a grammar in Lark of the thinking, if any, and then ``@answer``, which is a call or text."""
@@ -52,10 +99,10 @@ class ThinkingFormat:
         if not self.may_return:
             thought += " " + lark.rule(r"/\s{0,4}/")
         else:
-            thought += " " + lark.literal("<|start|>assistant")
+            thought += " " + lark.literal(self.behind_for_calls)
         begin = thought if is_open else f"({lark.literal(self.opener)} {thought})?"
-        final = "" if is_call or not self.may_return else lark.literal("<|channel|>final<|message|>")
-        return lark.text(f"{begin} {final} @answer")
+        final = lark.literal(self.behind.removeprefix(self.behind_for_calls)) if self.may_return else ""
+        return lark.text(f"{begin} {'' if is_call else final} @answer")
 
     def is_open_at(self, prompt_end: str) -> bool:
         """Return whether an answer to a prompt that ends so begins inside the thinking."""
@@ -77,6 +124,7 @@ _ALL = (
         "<|end|>",
         ("<|channel|>", "<|message|>", "<|start|>", "<|call|>", "<|return|>", "<|constrain|>"),
         behind="<|start|>assistant<|channel|>final<|message|>",
+        behind_for_calls="<|start|>assistant",
         may_return=True,
     ),
 )

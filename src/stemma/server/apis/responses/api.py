@@ -22,7 +22,13 @@ from stemma.server.answers.events import AnswerParser
 from stemma.server.answers.usage import UsageMeter
 from stemma.server.apis.pages import item_page
 from stemma.server.apis.responses.conversations import add_turn, conversation_of
-from stemma.server.apis.responses.items import ChatMessage, chat_fields, chat_messages, tools_of
+from stemma.server.apis.responses.items import (
+    ChatMessage,
+    chat_fields,
+    chat_messages,
+    text_grammars,
+    tools_of,
+)
 from stemma.server.apis.responses.listing import whole_items
 from stemma.server.apis.responses.output import OutputItems, StreamEvent, new_id
 from stemma.server.apis.responses.store import Item, StoredResponse, Stores, stores_of
@@ -67,7 +73,8 @@ async def create_response(request: Request) -> Response:
     history = [*past.messages, *chat_messages(body.input)]
     chat = validate(ChatRequest, chat_fields(body, _with_instructions(body, history)))
     response_id = new_id("resp")
-    asked = ChatAsked(response_id, "responses", chat, past.token_ids, hinted=partial(_retained, stores, body))
+    hinted = partial(_retained, stores, body)
+    asked = ChatAsked(response_id, "responses", chat, past.token_ids, text_grammars(body), hinted)
     turn = await chat_turn(context, request, asked)
     reply = _Reply(context, stores, body, turn, owner, history, past.items, whole_items(body.input))
     if body.stream:

@@ -8,6 +8,7 @@ import orjson
 
 from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import image_url_part, text_part
+from stemma.server.answers.formats.forced import TextGrammar
 from stemma.server.apis.responses.calls import CALL_ITEMS, function_of
 from stemma.server.apis.responses.tools import Offered, chosen, offered_tools
 from stemma.server.schemas.responses import ITEMS, ResponsesRequest
@@ -164,6 +165,15 @@ def tools_of(body: ResponsesRequest) -> Offered:
     added = [item["tools"] for item in items if item.get("type") == "additional_tools" and "tools" in item]
     lists = [body.tools or [], *(tools for tools in added if isinstance(tools, list))]
     return offered_tools([tool for tools in lists for tool in tools])
+
+
+def text_grammars(body: ResponsesRequest) -> dict[str, TextGrammar]:
+    """Return the forms of the texts that tools take, by the names that a model calls."""
+    return {
+        name: TextGrammar("lark" if kind == "grammar" else "regex", definition)
+        for name, tool in tools_of(body).items()
+        for kind, definition in (tool.grammar or {}).items()
+    }
 
 
 def chat_fields(body: ResponsesRequest, messages: list[ChatMessage]) -> dict[str, Any]:
