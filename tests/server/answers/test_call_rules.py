@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from stemma.engine.sampling.calls import CallLimit, CallRules
 from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.sampling.params import SamplingParams
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.answers.chat import tool_use
 from stemma.server.answers.formats.forced import TextGrammar
 from stemma.server.answers.formats.registry import TOOL_FORMATS

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.thinking import ThinkingLimit
-from stemma.model.tokenizer import Tokenizer
+from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.answers.formats.thinking import THINKING_FORMATS, ThinkingFormat
 
 Mode = Literal["off", "auto", "required", "named"]

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
-from packages.router.packages.router.tests.kv_events.publishing import SIZE, key
+from packages.router.tests.kv_events.publishing import SIZE, key
 
 from stemma.kv_events import live_checkpoints
 from stemma.kv_events.live_blocks import LiveBlocks

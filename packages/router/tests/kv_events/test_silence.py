@@ -9,7 +9,13 @@ import pytest
 
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
-from packages.router.packages.router.tests.kv_events.publishing import Following, Wire, held, start, stored
+from packages.router.tests.kv_events.publishing import (
+    Following,
+    Wire,
+    held,
+    start,
+    stored,
+)
 
 from stemma_router.events import subscriber
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
-from packages.router.packages.router.tests.kv_events.publishing import (
+from packages.router.tests.kv_events.publishing import (
     SIZE,
     Following,
     Relay,
