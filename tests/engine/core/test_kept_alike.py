@@ -148,6 +148,41 @@ def test_who_holds_too_much_takes_nobody_elses(make: Make) -> None:
     assert serve(harness, longer(first), namespace=ada) >= 192
 
 
+def held_blocks(harness: Harness, owner: str) -> float:
+    """Return for how many blocks there would be room instead of an owner's KV and checkpoints."""
+    index, states = harness.cache.index, harness.cache.states
+    assert index is not None
+    chains = [chain for namespace, _, chain in index.walk() if namespace.owner == owner]
+    held = float(len({block for chain in chains for block in chain.tolist()}))
+    if states is not None:
+        places = states.places
+        counts = map(len, states.holdings_of(owner))
+        for count, per_slab in zip(counts, (places.states_per_slab, places.pages_per_slab), strict=True):
+            held += count * places.slabs.slab / per_slab if per_slab else 0
+    return held
+
+
+def test_a_quota_counts_checkpoints_with_kv(make: Make) -> None:
+    """Nobody holds more than that together, and what others hold within theirs stays."""
+    harness, _ = make()
+    num_blocks, random = harness.cache.num_blocks, np.random.default_rng(3)
+    namespaces = {owner: Namespace(owner, owner=owner) for owner in ("ada", "bob", "eve")}
+    quotas = {"ada": num_blocks // 2, "bob": num_blocks // 6, "eve": num_blocks // 12}
+    harness.cache.set_quotas(quotas)
+    first, fullest = prompt(1, 200), dict.fromkeys(quotas, 0.0)
+    for number in range(60):
+        owner = str(random.choice(["bob", "bob", "eve"]))
+        tokens = prompt(10 + int(random.integers(12)), 20 + 20 * int(random.integers(12)))
+        serve(harness, longer(tokens), namespace=namespaces[owner])
+        if number % 10 == 0:
+            assert serve(harness, longer(first), namespace=namespaces["ada"]) >= (192 if number else 0)
+        for each, quota in quotas.items():
+            fullest[each] = max(fullest[each], held_blocks(harness, each))
+            assert held_blocks(harness, each) <= quota
+        harness.cache.check()
+    assert fullest["bob"] > 0.7 * quotas["bob"]
+
+
 def test_nothing_stands_behind_kv_that_has_left(make: Make) -> None:
     harness, _ = make()
     prompts = [prompt(number, 40 + 37 * number % 300) for number in range(60)]
