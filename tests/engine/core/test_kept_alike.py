@@ -266,6 +266,57 @@ def test_hints_go_down_and_come_back_with_the_bytes(make: Make, tmp_path: Path) 
     harness.engine.close()
 
 
+@pytest.mark.parametrize("write", ["write_through", "write_back"])
+def test_renewed_hints_hold_below_the_device_too(make: Make, tmp_path: Path, write: str) -> None:
+    """For copies that were made before, for what goes down later, and over a restart."""
+    tokens, old, new = prompt(1, 200), RetentionHint(20), RetentionHint(90, ttl_s=5000.0)
+    fields = {"host_cache": "1MB", "host_write": write, "load_when": "always"}
+    disk_fields = {"disk_cache": tmp_path, "disk_cache_size": "40MB", "disk_write": write}
+    below = TierSettings.model_validate(fields | disk_fields)
+    before, _ = make(tiers=below)
+    serve(before, tokens, hint=old)
+    assert before.cache.below.drain(10.0)
+    serve(before, longer(tokens), hint=new, renews=True)
+    assert before.cache.below.drain(10.0)
+    keys = before.key_space.roots(DEFAULT_NAMESPACE).chain(tokens)
+    keys += before.cache.checkpoint_keys(keys)
+    if write == "write_through":
+        for store in before.cache.below.stores:
+            assert {*store.hints_many([key for key in keys if store.exists_many([key])[0]])} == {new}
+    else:
+        for number in range(60):
+            serve(before, prompt(10 + number, 200), hint=RetentionHint(100))
+            assert before.cache.below.drain(10.0)
+    before.engine.close()
+    harness, _ = make(tiers=below)
+    disk = next(store for store in harness.cache.below.stores if store.tier is Tier.DISK)
+    there = [key for key in keys if disk.exists_many([key])[0]]
+    assert len(there) >= 12
+    assert {*disk.hints_many(there)} == {new}
+    assert serve(harness, longer(tokens)) == 192
+    for number in range(40):
+        serve(harness, prompt(100 + number, 200), hint=RetentionHint(50))
+    assert harness.cache.match(DEFAULT_NAMESPACE, longer(tokens)) >= 192
+    harness.engine.close()
+
+
+def test_what_is_released_goes_below_the_device_too(make: Make, tmp_path: Path) -> None:
+    tokens, release = prompt(1, 200), RetentionHint(0, 0.0)
+    fields = {"host_cache": "1MB", "host_write": "write_through"}
+    disk_fields = {"disk_cache": tmp_path, "disk_cache_size": "40MB", "disk_write": "write_through"}
+    harness, clock = make(tiers=TierSettings.model_validate(fields | disk_fields))
+    serve(harness, tokens, hint=RetentionHint(90))
+    assert harness.cache.below.drain(10.0)
+    keys = harness.key_space.roots(DEFAULT_NAMESPACE).chain(tokens)
+    stores = harness.cache.below.stores
+    assert all(all(store.exists_many(keys)) for store in stores)
+    serve(harness, longer(tokens), hint=release, renews=True)
+    assert harness.cache.below.drain(10.0)
+    clock.now += 1.0
+    assert not any(any(store.exists_many(keys)) for store in stores)
+    harness.engine.close()
+
+
 def test_sessions_in_turn_keep_what_fits(make: Make) -> None:
     """32 sessions come back one after the other, each with something new behind its prompt, to memory for 50:
     all that they come back to is kept, whatever share of it is KV, states or windows."""

@@ -136,6 +136,11 @@ class CachedBlocks:
     def renew_hints(self, lease: Lease, block_ids: BlockIds) -> None:
         """Let a lease's hints hold for its leading blocks, which it still pins, whoever brought them."""
         self.index.hint(block_ids, self._clock(), lease.traits(len(block_ids)))
+        first = lease.roots.num_public  # the hints of a public head are the operator's
+        for block, block_id in enumerate(block_ids[first:].tolist(), first):
+            self._records.renew_hint(block_id, lease.hint(block))
+        if self._lower is not None and self._lower.stores:
+            self._lower.on_renew(self._describe(block_ids[first:]))
 
     def conclude(self, match: Match, num_tokens: int, conclusion: Conclusion) -> None:
         """Tell the policy how the request ended whose `num_tokens` tokens with KV were found as `match`."""

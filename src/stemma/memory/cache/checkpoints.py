@@ -8,7 +8,7 @@ stands behind, for alone it serves nobody.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -157,10 +157,13 @@ class Checkpoints:
     def renew_hints(self, lease: Lease, keys: Iterable[BlockKey]) -> None:
         """Let a lease's hints hold for its checkpoints among `keys`, those of its leading blocks in order."""
         for block, key in enumerate(keys):
-            if (one := self._kept.get(key)) is not None:
+            if block >= lease.roots.num_public and (one := self._kept.get(key)) is not None:
                 traits = self._traits(lease, (block + 1) * self._block_size, None)
                 one.hint = traits.hint
+                one.blocks = tuple(replace(each, hint=one.hint) for each in one.blocks)
                 self._ranking.hint(one.number, self._clock(), traits)
+                if self._lower is not None and self._lower.stores:
+                    self._lower.on_renew(one.blocks)
 
     def conclude(self, key: BlockKey, conclusion: Conclusion) -> None:
         """Tell the policy how the request ended that left this checkpoint, or went on from it."""
