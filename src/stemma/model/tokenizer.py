@@ -29,6 +29,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """transformers' own tag, which plain Jinja doesn't know."""
 _TEMPLATE_GLOBALS = {"messages", "raise_exception", "strftime_now"}
 _MAX_REASON_CHARS = 300
+_MOST_ESCAPED = 6
 _TURN = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"})
 _ADVICE = "take tokenizer.json and tokenizer_config.json from where the checkpoint comes from"
 _PROCESSOR_TEMPLATE = "chat_template.json"
@@ -168,6 +169,15 @@ class Tokenizer:
             return None
         kinds = type(raw.model).__name__, type(raw.decoder).__name__
         return TokenBytes(raw) if kinds == ("BPE", "ByteLevel") else None
+
+    @cached_property
+    def longest_texts(self) -> tuple[str, ...]:
+        """Texts of tokens, those among them that are longest as they are, and in any encoding as JSON."""
+        vocabulary: dict[str, int] = self._hf.get_vocab()
+        longest = max(map(len, vocabulary), default=0)
+        # JSON writes a control character with six. In a vocabulary of bytes a character is one of them.
+        found = (i for token, i in vocabulary.items() if len(token) * _MOST_ESCAPED >= longest)
+        return tuple(self.decode([token_id], skip_special_tokens=False) for token_id in found)
 
     @property
     def vocab_size(self) -> int:

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 from starlette.types import Message
+from transformers import AutoTokenizer
 
-from stemma.server.admission.answers import TEXT_BYTES
+from stemma.model.tokenizer import Tokenizer
+from stemma.server.admission.answers import AnswerSize
 from stemma.server.admission.ledger import Admission
 from stemma.server.app import ROUTERS
 from stemma.server.routes import TENANT, AudienceRoute
@@ -227,14 +229,23 @@ CASES = [
 
 @pytest.mark.parametrize(("path", "body"), CASES)
 async def test_an_unread_answer_holds_what_the_ledger_says(
-    engine: ScriptedEngine, tmp_path: Path, path: str, body: dict[str, Any]
+    engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    """At most a fifth more, and nothing once the client has left."""
+    await walk(engine, tmp_path, monkeypatch, path, body)
+
+
+async def walk(
+    engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """Ask, and leave unread: at most a fifth more is held than told, and nothing once the client has left."""
     rig = Rig(engine, tmp_path, "", batch_directory=tmp_path / "batches")
     made = await rig.ask("ada", LARGEST["/v1/conversations"][0], "/v1/conversations")
     names = {"conversation_id": made.json()["id"]}
     admission: Admission = rig.app.state.admission
     await rig.ask("ada", {"prompt": "x", "max_tokens": 1, "logprobs": 1})  # what is made once
+    sizes: list[AnswerSize] = []
+    hold = admission.hold
+    monkeypatch.setattr(admission, "hold", lambda size, *others: (sizes.append(size), hold(size, *others)))
     gc.collect()
     tracemalloc.start()
     one = Unread(rig, "POST", path_of(path, **names), json.dumps(body).encode())
@@ -244,10 +255,11 @@ async def test_an_unread_answer_holds_what_the_ledger_says(
         await asyncio.wait({task, waits}, return_when=asyncio.FIRST_COMPLETED, timeout=60)
         assert one.has_written.is_set(), "it answers"
         _, peak = tracemalloc.get_traced_memory()
-        told = admission.answers.held() + admission.bodies.held()
-        told += TEXT_BYTES * admission.output_tokens.held()
+        assert admission.answers.held() == sum(size.beside_text for size in sizes)
+        told = admission.bodies.held() + sum(size.num_bytes for size in sizes)
         assert one.status in (200, 400, 404, 415), one.status
         most = 1.2 * told + _SLACK_BYTES
+        print(path, one.status, peak, told)
         assert peak < most, f"{peak} bytes were held and {told} told"
     finally:
         tracemalloc.stop()
@@ -255,6 +267,33 @@ async def test_an_unread_answer_holds_what_the_ledger_says(
         await task
     assert {one.name: one.held for one in admission.states() if one.held and one.name != "batch_bytes"} == {}
     assert not engine.active
+
+
+LONG_TOKENS = ("y" * 3000, "\x01" * 600)
+"""Plain text, and what JSON writes six times as long."""
+TELLING_TEXT = {
+    "/v1/completions": {"prompt": "x", "n": 4},
+    "/v1/chat/completions": {**CHAT, "n": 4},
+    "/v1/messages": CHAT,
+    "/v1/responses": {"model": "scripted", "input": "x"},
+    "/generate": {"inputs": "x"},
+    "/infer": {"inputs": "x"},
+    "/v2/models/{model}/generate": {"text_input": "x"},
+}
+
+
+@pytest.mark.parametrize("token", LONG_TOKENS, ids=("long", "escaped"))
+@pytest.mark.parametrize("path", TELLING_TEXT)
+async def test_a_token_is_as_long_as_the_longest_of_the_vocabulary(
+    tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, token: str
+) -> None:
+    fast = AutoTokenizer.from_pretrained(str(tokenizer_path))
+    fast.add_tokens(list(LONG_TOKENS))
+    fast.save_pretrained(str(tmp_path / "tokenizer"))
+    engine = ScriptedEngine(Tokenizer(tmp_path / "tokenizer"))
+    engine.script.reply = token * 100 + "🌍"  # as wide as a text can be
+    limit = {"max_tokens": 110, "max_output_tokens": 110, "parameters": {"max_new_tokens": 110}}
+    await walk(engine, tmp_path, monkeypatch, path, {**limit, **TELLING_TEXT[path], "max_tokens": 110})
 
 
 @pytest.mark.parametrize("path", sorted(path for method, path in ROUTES if method == "GET"))
