@@ -421,8 +421,7 @@ class RequestSettings(SettingsModel):
     max_logprobs: int = Field(default=20, ge=0, le=20)
     """Most log-probabilities that a request may ask for of each token, of its answer or its prompt."""
     max_answer_bytes: ByteSize = Field(default=2**30, gt=0)
-    """Memory that one answer may take, reckoned before it begins from what is asked for, as if each token were
-    the longest of the vocabulary."""
+    """Memory that one answer may take, reckoned before it begins as if each token were the longest one."""
     dialect: Literal["stemma", "mindie"] = "stemma"
     """Whose clients to follow where those of one API differ, e.g. in a list of ids in an event."""
 

@@ -311,7 +311,7 @@ async def walk(
 
 LONG_TOKENS = ("y" * 3000, "\x01" * 600)
 """Plain text, and what JSON writes six times as long."""
-TELLING_TEXT = {
+TELLING_TEXT: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "n": 4},
     "/v1/chat/completions": {**CHAT, "n": 4},
     "/v1/messages": CHAT,
