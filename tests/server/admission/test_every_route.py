@@ -17,6 +17,7 @@ import pytest
 from starlette.types import Message
 from transformers import AutoTokenizer
 
+from stemma.budgets import Holding
 from stemma.model.abilities import Abilities, EmbeddingFormat
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.admission.answers import AnswerSize
@@ -284,7 +285,12 @@ async def walk(
     sizes: list[AnswerSize] = []
     num_uploaded = uploaded(admission)
     hold = admission.hold
-    monkeypatch.setattr(admission, "hold", lambda size, *others: (sizes.append(size), hold(size, *others)))
+
+    def noted(size: AnswerSize, owner: str, holding: Holding) -> None:
+        sizes.append(size)
+        hold(size, owner, holding)
+
+    monkeypatch.setattr(admission, "hold", noted)
     content, kind = upload_of(body["lines"]) if "lines" in body else (json.dumps(body).encode(), JSON)
     gc.collect()
     tracemalloc.start()
