@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.attention import BLOCK_SIZE, Case, make_batch
 from stemma.config.settings import ModelSettings
-from stemma.memory.cache.checkpoints import Places
+from stemma.memory.cache.places import Places
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.kv import DeviceKV

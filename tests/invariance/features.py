@@ -143,6 +143,15 @@ def _bad_words(rng: random.Random, fields: Fields) -> None:
     fields["params"]["bad_words"] = (*words, (rng.randrange(3, 460), rng.randrange(3, 460)))
 
 
+def _renewed(rng: random.Random, fields: Fields) -> None:
+    fields["renews"] = True
+    fields.setdefault("priority", rng.choice((0, 100)))
+
+
+def _prewarmed(rng: random.Random, fields: Fields) -> None:
+    fields["params"] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+
+
 def _thinking_budget(rng: random.Random, fields: Fields) -> None:
     # Every eighth token begins the end: an answer often stands within it at the budget.
     spelled = {token: b"x" if token % 8 else b"</" for token in range(512)} | {450: b"t", 449: b">"}
@@ -174,6 +183,8 @@ FEATURES: dict[str, Callable[[random.Random, Fields], None]] = {
     "bad_words": _bad_words,
     "thinking_budget": _thinking_budget,
     "image": _image,
+    "renewed": _renewed,
+    "prewarmed": _prewarmed,
 }
 """By name, in the order in which they are put into a request."""
 NEEDED = {"best_of": "seed"}
@@ -181,10 +192,12 @@ NEEDED = {"best_of": "seed"}
 ENDING = ("grammar", "min_tokens", "stop", "stop_ids")
 """What says where an answer ends. Two of these are alone in a request too: other rules would hide them."""
 ONLY_WITH = {
-    "beams": {"adapter", "logprobs", "stop_ids", "priority", "retention", "pinned", "image"},
-    "pooled": {"adapter", "priority", "retention", "pinned", "abort", "image"},
+    "beams": {"adapter", "logprobs", "stop_ids", "priority", "retention", "pinned", "image", "renewed"},
+    "pooled": {"adapter", "priority", "retention", "pinned", "abort", "image", "renewed"},
+    "prewarmed": {"adapter", "priority", "retention", "pinned", "abort", "image", "renewed"},
 }
-"""A beam search and the vector of a prompt have nothing of the rest: sampling plays no part in them."""
+"""A beam search, the vector of a prompt and what only computes one have nothing of the rest: sampling plays
+no part in them."""
 
 
 def go_together(one: str, other: str) -> bool:
@@ -209,6 +222,7 @@ class Ask:
     priority: int = 50
     ttl_s: float | None = None
     retention: tuple[RetentionRange, ...] = ()
+    renews: bool = False
     is_pinned: bool = False
     image: int | None = None
     """Which picture stands in the prompt."""
@@ -222,6 +236,8 @@ def draw_asks(seed: int, count: int, features: Sequence[str]) -> list[Ask]:
     prefixes = [tuple(rng.randrange(3, 460) for _ in range(60)) for _ in range(3)]
     missing = {frozenset(pair) for pair in combinations(features, 2) if go_together(*pair)}
     alone = [("pooled",)] * 3 + [("grammar", "min_tokens"), *combinations(ENDING, 2)]
+    if "prewarmed" in features:
+        alone += [("prewarmed",)] * 2
     asks = []
     for number in range(count):
         if (left := count - number) <= len(alone):
@@ -318,7 +334,7 @@ class _Request:
             tokens,
             params,
             images=images,
-            retention=Retention(RetentionHint(ask.priority, ask.ttl_s), ask.retention),
+            retention=Retention(RetentionHint(ask.priority, ask.ttl_s), ask.retention, renews=ask.renews),
             beam=ask.beam,
             pooling=ask.pooling,
             adapter=None if ask.adapter is None else parts.adapters.get(ask.adapter),
@@ -435,6 +451,8 @@ class Service:
         self._runner = _WatchedRunner(parts.engine.runner)
         parts.engine.runner = self._runner  # type: ignore[assignment]
         self._num_served = 0
+        self.most_waiting = 0
+        """Blocks that waited for room in the transfer buffer, at most."""
         self.beside: Counter[frozenset[str]] = Counter()
         """Pairs of features of two requests -> steps that computed both."""
 
@@ -468,6 +486,8 @@ class Service:
 
     def _step(self, requests: dict[str, _Request]) -> None:
         outputs, stopped = self._processor.process(self.engine.step())
+        if (tiers := self.engine.cache.below.stats()) is not None:
+            self.most_waiting = max(self.most_waiting, tiers.num_waiting_writes)
         for one in stopped:
             self.engine.stop_sequence(one.request_id, one.index)
         for output in outputs:

@@ -45,6 +45,8 @@ SEEDS = {
     "images drafted": 1,
     "images small": 7,
     "chunked attention": 1,
+    "waiting writes": 25,
+    "shared slabs": 4,
 }
 """By engine, where it is another one."""
 NUM_ASKS = 40
@@ -62,9 +64,13 @@ OTHER_FAMILIES = {
     **{"mtp": MTP, "hybrid": HYBRID, "hybrid drafts": HYBRID, "sparse": SPARSE, "windows": WINDOWS},
     "some windows": SOME_WINDOWS,
     **{"images": IMAGES, "images drafted": IMAGES, "images small": IMAGES},
+    "shared slabs": HYBRID,
     **{"hybrid mtp": HYBRID_MTP, "compressed": COMPRESSED, "chunked attention": CHUNKS},
 }
 """By engine; the others have a Qwen2."""
+CACHING = ("renewed", "prewarmed")
+"""Features that only these engines' requests have: what they change is what a full cache keeps."""
+FULL = ("waiting writes", "shared slabs")
 LEFT_OUT = {"no adapters": "adapter", "small": "pinned", "images small": "pinned"}
 """By engine, the feature that its requests don't have; beside pins a small cache has no room."""
 BASE: dict[str, Any] = {
@@ -92,6 +98,15 @@ ENGINES: dict[str, dict[str, Any]] = {
     "compressed": {"speculation": "auto", "max_batch_tokens": 120},
     "chunked attention": {"speculation": "auto", "max_batch_tokens": 120},
     "hybrid mtp": {"block_size": 16, "speculation": "mtp"},
+    "waiting writes": {
+        "kv_cache_memory": "120kB",
+        "block_size": 4,
+        "transfer_buffer": "1B",
+        "disk_cache_size": "8MB",
+        "load_when": "always",
+        "overlap_schedule": "on",
+    },
+    "shared slabs": {"kv_cache_memory": "250kB", "block_size": 16},
     "images": {"overlap_schedule": "on"},
     "images drafted": {"speculation": "auto", "max_batch_tokens": 120, "image_cache": "0B"},
     "images small": {"kv_cache_memory": "56kB", "host_cache": "1MB", "load_when": "always"},
@@ -146,6 +161,8 @@ class Workshop:
     def service(self, family: str, settings: dict[str, Any], *, adapters: bool = True) -> Iterator[Service]:
         path = self._checkpoint(family)
         fields = {"dtype": "bfloat16"} | BASE | settings
+        if "disk_cache_size" in fields:
+            fields["disk_cache"] = self._root / f"{family}-disk"
         if adapters:
             fields["lora"] = {name: self._root / f"{family}-{name}" for name in ADAPTERS}
         service = Service(self._build(family, engine_settings(path, **fields)))
@@ -212,7 +229,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 def features_of(kind: str) -> tuple[str, ...]:
     sees = OTHER_FAMILIES.get(kind) == IMAGES
-    return tuple(name for name in FEATURES if name != LEFT_OUT.get(kind) and (sees or name != "image"))
+    others = {LEFT_OUT.get(kind)} | set(() if sees else ("image",)) | set(() if kind in FULL else CACHING)
+    return tuple(name for name in FEATURES if name not in others)
 
 
 def check_engine(workshop: Workshop, kind: str, seed: int) -> Service:
@@ -253,6 +271,12 @@ def test_answers_are_those_of_requests_alone(kind: str, workshop: Workshop) -> N
     assert {name for name, count in drafts.items() if count.num_proposed} >= SOURCES.get(kind, set())
     assert all(count.num_accepted for name, count in drafts.items() if name != "mtp")
     assert (service.engine.stats().num_preemptions > 0) is (kind in ("small", "images small"))
+    if kind == "waiting writes":
+        assert service.most_waiting
+    if kind == "shared slabs":
+        kept = service.engine.cache.stats()
+        assert kept.num_evicted_blocks
+        assert kept.num_evicted_checkpoints
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -170,6 +170,11 @@ class ScriptedEngine(EngineClient):
         replies = [self.reply_ids(request, index) for index in range(params.n)]
         sent = [""] * params.n
         num_generated = 0
+        if request.pooling is not None:
+            assert self.abilities.embedding is not None
+            vector = np.linspace(0.1, 1.0, self.abilities.embedding.size, dtype=np.float32)
+            yield RequestOutput(request.request_id, (), report, True, 0, pooled=vector)
+            return
         if params.max_tokens == 0:
             ends = tuple(SequenceDelta(i, (), "", None, FinishReason.LENGTH) for i in range(params.n))
             scores = scripted_scores(request)

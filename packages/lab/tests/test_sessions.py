@@ -67,6 +67,22 @@ class TestSessions:
         table.users[records[:3]] = 2  # of nobody that we know
         assert sessions.follow(7, 3, records[:0], 1.0).tolist() == records[3:].tolist()
 
+    def test_what_was_left_after_its_eviction_is_left_when_it_comes_back(self):
+        table, records = table_of(1000)
+        sessions = Sessions(table, ReuseModel())
+        table.users[records] = 1
+        sessions.follow(7, 1, records, 0.0)
+        for record in records[-10:].tolist():  # to a tier below
+            table.leave(record, remember=True)
+        table.users[records[:-500]] = 2
+        assert sessions.follow(7, 2, records[:-500], 1.0).tolist() == records[-500:].tolist()
+        sampled = set(table.left().tolist()) & set(records[-10:].tolist())
+        prints = np.arange(991, 1001, dtype=np.uint64)
+        back, known = table.enter(10, BlockTraits(fingerprints=prints, is_use=False), 990)
+        assert back.tolist() == known.tolist() == records[-10:].tolist()
+        assert sampled
+        assert sampled <= set(table.left().tolist())
+
     def test_a_flood_of_names_takes_bounded_memory(self):
         table, records = table_of(600)
         table.users[records] = 1

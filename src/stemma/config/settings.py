@@ -420,8 +420,8 @@ class RequestSettings(SettingsModel):
     """Largest `n` and `best_of`; default: as many as can run at once."""
     max_logprobs: int = Field(default=20, ge=0, le=20)
     """Most log-probabilities that a request may ask for of each token, of its answer or its prompt."""
-    max_answer_bytes: ByteSize = Field(default=512 * 2**20, gt=0)
-    """Memory that one answer may take, reckoned from what is asked for before it begins."""
+    max_answer_bytes: ByteSize = Field(default=2**30, gt=0)
+    """Memory that one answer may take, reckoned before it begins as if each token were the longest one."""
     dialect: Literal["stemma", "mindie"] = "stemma"
     """Whose clients to follow where those of one API differ, e.g. in a list of ids in an event."""
 

@@ -14,7 +14,7 @@ from stemma.engine.ranks.leader import Ranks
 from stemma.engine.ranks.messages import Open
 from stemma.engine.ranks.settings import pool_part
 from stemma.errors import ConfigError
-from stemma.memory.cache.checkpoints import Places
+from stemma.memory.cache.places import Places
 from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV

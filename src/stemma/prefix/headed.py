@@ -130,6 +130,19 @@ class HeadedIndex(PrefixIndex):
         """Set how many blocks each owner may hold. Heads have no owner, so no quota."""
         self.inner.set_quotas(quotas)
 
+    @override
+    def charge(self, owner: str, num_blocks: int) -> None:
+        self.inner.charge(owner, num_blocks)
+
+    @property
+    @override
+    def owners_over_quota(self) -> list[str]:
+        return self.inner.owners_over_quota
+
+    @override
+    def next_of(self, owner: str) -> int | None:
+        return self.inner.next_of(owner)
+
     @property
     @override
     def num_over_quota(self) -> int:

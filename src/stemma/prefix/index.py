@@ -144,6 +144,19 @@ class PrefixIndex(ABC):
         `evict` takes the blocks of owners that hold more first. This call evicts nothing. O(blocks).
         """
 
+    @abstractmethod
+    def charge(self, owner: str, num_blocks: int) -> None:
+        """Count to an owner's quota what it holds beside blocks: memory for so many. Evicts nothing."""
+
+    @property
+    @abstractmethod
+    def owners_over_quota(self) -> list[str]:
+        """Owners that hold too much; `evict` takes from the first that has a block to lose."""
+
+    @abstractmethod
+    def next_of(self, owner: str) -> int | None:
+        """Return the block that an owner over its quota would lose first; None: all are pinned."""
+
     @property
     @abstractmethod
     def num_over_quota(self) -> int:

@@ -135,6 +135,7 @@ class LedgerIndex(PrefixIndex):
         self._policy: EvictionPolicy = LRUPolicy() if policy is None else policy
         self._ledger = BlockLedger()
         self._quotas: Mapping[str, int] = {}
+        self._charges: dict[str, int] = {}
         self.num_policy_failures = 0
 
     @abstractmethod
@@ -261,7 +262,26 @@ class LedgerIndex(PrefixIndex):
             policy.adopt(chain, BlockTraits(owner=namespace.owner), 0.0)
             if not self._ledger.pins[chain[-1]]:
                 policy.adopt_candidate(int(chain[-1]))
+        for owner, num_blocks in self._charges.items():
+            policy.charge(owner, num_blocks)
         self._policy = policy
+
+    @override
+    def charge(self, owner: str, num_blocks: int) -> None:
+        self._charges[owner] = num_blocks
+        if not num_blocks:
+            del self._charges[owner]
+        if isinstance(self._policy, QuotaPolicy):
+            self._policy.charge(owner, num_blocks)
+
+    @property
+    @override
+    def owners_over_quota(self) -> list[str]:
+        return self._policy.owners_over if isinstance(self._policy, QuotaPolicy) else []
+
+    @override
+    def next_of(self, owner: str) -> int | None:
+        return self._policy.first_of(owner) if isinstance(self._policy, QuotaPolicy) else None
 
     @property
     def num_over_quota(self) -> int:

@@ -148,6 +148,41 @@ def test_who_holds_too_much_takes_nobody_elses(make: Make) -> None:
     assert serve(harness, longer(first), namespace=ada) >= 192
 
 
+def held_blocks(harness: Harness, owner: str) -> float:
+    """Return for how many blocks there would be room instead of an owner's KV and checkpoints."""
+    index, states = harness.cache.index, harness.cache.states
+    assert index is not None
+    chains = [chain for namespace, _, chain in index.walk() if namespace.owner == owner]
+    held = float(len({block for chain in chains for block in chain.tolist()}))
+    if states is not None:
+        places = states.places
+        counts = map(len, states.holdings_of(owner))
+        for count, per_slab in zip(counts, (places.states_per_slab, places.pages_per_slab), strict=True):
+            held += count * places.slabs.slab / per_slab if per_slab else 0
+    return held
+
+
+def test_a_quota_counts_checkpoints_with_kv(make: Make) -> None:
+    """Nobody holds more than that together, and what others hold within theirs stays."""
+    harness, _ = make()
+    num_blocks, random = harness.cache.num_blocks, np.random.default_rng(3)
+    namespaces = {owner: Namespace(owner, owner=owner) for owner in ("ada", "bob", "eve")}
+    quotas = {"ada": num_blocks // 2, "bob": num_blocks // 6, "eve": num_blocks // 12}
+    harness.cache.set_quotas(quotas)
+    first, fullest = prompt(1, 200), dict.fromkeys(quotas, 0.0)
+    for number in range(60):
+        owner = str(random.choice(["bob", "bob", "eve"]))
+        tokens = prompt(10 + int(random.integers(12)), 20 + 20 * int(random.integers(12)))
+        serve(harness, longer(tokens), namespace=namespaces[owner])
+        if number % 10 == 0:
+            assert serve(harness, longer(first), namespace=namespaces["ada"]) >= (192 if number else 0)
+        for each, quota in quotas.items():
+            fullest[each] = max(fullest[each], held_blocks(harness, each))
+            assert held_blocks(harness, each) <= quota
+        harness.cache.check()
+    assert fullest["bob"] > 0.7 * quotas["bob"]
+
+
 def test_nothing_stands_behind_kv_that_has_left(make: Make) -> None:
     harness, _ = make()
     prompts = [prompt(number, 40 + 37 * number % 300) for number in range(60)]
@@ -228,6 +263,57 @@ def test_hints_go_down_and_come_back_with_the_bytes(make: Make, tmp_path: Path) 
     for number in range(40):
         serve(harness, prompt(100 + number, 200), hint=RetentionHint(10))
     assert harness.cache.match(DEFAULT_NAMESPACE, longer(tokens)) >= 192
+    harness.engine.close()
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_back"])
+def test_renewed_hints_hold_below_the_device_too(make: Make, tmp_path: Path, write: str) -> None:
+    """For copies that were made before, for what goes down later, and over a restart."""
+    tokens, old, new = prompt(1, 200), RetentionHint(20), RetentionHint(90, ttl_s=5000.0)
+    fields = {"host_cache": "1MB", "host_write": write, "load_when": "always"}
+    disk_fields = {"disk_cache": tmp_path, "disk_cache_size": "40MB", "disk_write": write}
+    below = TierSettings.model_validate(fields | disk_fields)
+    before, _ = make(tiers=below)
+    serve(before, tokens, hint=old)
+    assert before.cache.below.drain(10.0)
+    serve(before, longer(tokens), hint=new, renews=True)
+    assert before.cache.below.drain(10.0)
+    keys = before.key_space.roots(DEFAULT_NAMESPACE).chain(tokens)
+    keys += before.cache.checkpoint_keys(keys)
+    if write == "write_through":
+        for store in before.cache.below.stores:
+            assert {*store.hints_many([key for key in keys if store.exists_many([key])[0]])} == {new}
+    else:
+        for number in range(60):
+            serve(before, prompt(10 + number, 200), hint=RetentionHint(100))
+            assert before.cache.below.drain(10.0)
+    before.engine.close()
+    harness, _ = make(tiers=below)
+    disk = next(store for store in harness.cache.below.stores if store.tier is Tier.DISK)
+    there = [key for key in keys if disk.exists_many([key])[0]]
+    assert len(there) >= 12
+    assert {*disk.hints_many(there)} == {new}
+    assert serve(harness, longer(tokens)) == 192
+    for number in range(40):
+        serve(harness, prompt(100 + number, 200), hint=RetentionHint(50))
+    assert harness.cache.match(DEFAULT_NAMESPACE, longer(tokens)) >= 192
+    harness.engine.close()
+
+
+def test_what_is_released_goes_below_the_device_too(make: Make, tmp_path: Path) -> None:
+    tokens, release = prompt(1, 200), RetentionHint(0, 0.0)
+    fields = {"host_cache": "1MB", "host_write": "write_through"}
+    disk_fields = {"disk_cache": tmp_path, "disk_cache_size": "40MB", "disk_write": "write_through"}
+    harness, clock = make(tiers=TierSettings.model_validate(fields | disk_fields))
+    serve(harness, tokens, hint=RetentionHint(90))
+    assert harness.cache.below.drain(10.0)
+    keys = harness.key_space.roots(DEFAULT_NAMESPACE).chain(tokens)
+    stores = harness.cache.below.stores
+    assert all(all(store.exists_many(keys)) for store in stores)
+    serve(harness, longer(tokens), hint=release, renews=True)
+    assert harness.cache.below.drain(10.0)
+    clock.now += 1.0
+    assert not any(any(store.exists_many(keys)) for store in stores)
     harness.engine.close()
 
 

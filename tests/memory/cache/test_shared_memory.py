@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.memory.buffers import HashBuffer, expected_kv
 
-from stemma.memory.cache.checkpoints import Places
 from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.places import Places
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.layout import WindowGroup
 from stemma.memory.device.slabs import SlabAllocator
 from stemma.prefix.eviction.registry import make_policy
-from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace
+from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
 from stemma.prefix.radix import RadixIndex
 from stemma.types import Retention, RetentionHint
 
@@ -41,6 +41,7 @@ class Rig:
         )
         self.now = 0.0
         states = CachedStates(places, BLOCK, None, self.clock, interval=64, policy=make_policy(eviction))
+        self.states = states
         index = RadixIndex(BLOCK, make_policy(eviction))
         space = KeySpace("model", "layout", BLOCK)
         self.cache = PrefixCache(self.buffer, index, space, states=states, clock=self.clock)
@@ -75,9 +76,9 @@ class Rig:
             if (block + 1) * BLOCK <= own.position:
                 assert self.read(page) == values[(block + 1) * BLOCK - 1]
 
-    def begin(self, tokens: np.ndarray, priority: int) -> None:
+    def begin(self, tokens: np.ndarray, priority: int = 50, namespace: Namespace = DEFAULT_NAMESPACE) -> None:
         retention = Retention(RetentionHint(priority))
-        lease = self.cache.reserve(DEFAULT_NAMESPACE, tokens, retention=retention)
+        lease = self.cache.reserve(namespace, tokens, retention=retention)
         if lease is not None:
             assert lease.state is not None
             assert lease.state.position == lease.num_cached_tokens
@@ -140,3 +141,67 @@ def test_everybody_finds_what_they_left(kind: str, data: st.DataObject) -> None:
     rig.cache.flush()
     rig.cache.check()
     assert rig.cache.stats().num_free_blocks == rig.cache.num_blocks
+
+
+OWNERS = {owner: Namespace(owner, owner=owner) for owner in ("ada", "bob", "eve")}
+"""eve has no quota."""
+
+
+def held_by(rig: Rig, owner: str) -> tuple[set[int], set[int], set[int]]:
+    """Return an owner's cached blocks, states and pages."""
+    assert rig.cache.index is not None
+    blocks = {
+        block
+        for namespace, _, chain in rig.cache.index.walk()
+        if namespace.owner == owner
+        for block in chain.tolist()
+    }
+    return blocks, *rig.states.holdings_of(owner)
+
+
+def in_use(rig: Rig, owner: str) -> tuple[set[int], set[int], set[int]]:
+    """Return the blocks, states and pages that an owner's requests hold."""
+    own = [lease for lease in rig.leases if lease.namespace.owner == owner]
+    states = [lease.state for lease in own if lease.state is not None]
+    return (
+        {block for lease in own for block in lease.block_table.tolist()},
+        {one.state for one in states if one.state is not None},
+        {page for one in states for page in one.pages.values()},
+    )
+
+
+@pytest.mark.parametrize("kind", ["states", "windows", "both"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_quota_holds_for_kv_and_checkpoints_together(kind: str, data: st.DataObject) -> None:
+    """What requests hold alone may exceed it. With room for all, no other owner loses anything."""
+    rig = Rig(kind, num_slabs := data.draw(st.sampled_from((20, 400))), "hazard")
+    quotas = {"ada": 9, "bob": 24}
+    rig.cache.set_quotas(quotas)
+    for _ in range(data.draw(st.integers(1, 40))):
+        before = {owner: held_by(rig, owner) for owner in OWNERS}
+        action = data.draw(st.sampled_from(("begin", "begin", "step", "step", "step", "end", "quota")))
+        acting = data.draw(st.sampled_from(sorted(OWNERS)))
+        own = [lease for lease in rig.leases if lease.namespace.owner == acting]
+        if action == "begin":
+            tokens = np.full(data.draw(st.integers(2, 400)), data.draw(st.integers(0, 3)), dtype=np.int32)
+            tokens[: data.draw(st.sampled_from((0, 100, 200)))] = 9
+            rig.begin(tokens, namespace=OWNERS[acting])
+        elif action == "quota" and acting in quotas:
+            quotas[acting] = data.draw(st.integers(0, 40))
+            rig.cache.set_quotas(quotas)
+        elif own and action == "end":
+            rig.end(own[0])
+        elif own:
+            rig.step(own[-1], data.draw(st.sampled_from((1, 40, 150, 400))))
+        rig.cache.check()
+        for owner, quota in quotas.items():
+            blocks, states, pages = held_by(rig, owner)
+            used_blocks, used_states, used_pages = in_use(rig, owner)
+            if len(blocks) + SLAB * (len(states) + len(pages)) > quota:
+                assert blocks <= used_blocks
+                assert states <= used_states
+                assert not pages or pages & used_pages
+        if num_slabs == 400:
+            for owner in OWNERS:
+                assert owner == acting or held_by(rig, owner) == before[owner]

@@ -7,8 +7,8 @@ import pytest
 from tests.memory.buffers import HashBuffer
 from tests.memory.tiers.dict_tiers import DictTiers
 
-from stemma.memory.cache.checkpoints import Places
 from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.places import Places
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.slabs import SlabAllocator

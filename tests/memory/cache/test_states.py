@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemma.memory.cache.checkpoints import Places
 from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.places import Places
 from stemma.memory.cache.slots import Slots
 from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.layout import WindowGroup

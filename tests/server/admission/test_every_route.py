@@ -15,8 +15,12 @@ from typing import Any
 
 import pytest
 from starlette.types import Message
+from transformers import AutoTokenizer
 
-from stemma.server.admission.answers import TEXT_BYTES
+from stemma.budgets import Holding
+from stemma.model.opened.abilities import Abilities, EmbeddingFormat
+from stemma.model.text.tokenizer import Tokenizer
+from stemma.server.admission.answers import AnswerSize
 from stemma.server.admission.ledger import Admission
 from stemma.server.app import ROUTERS
 from stemma.server.routes import TENANT, AudienceRoute
@@ -68,8 +72,11 @@ CHAT = {"model": "scripted", "messages": MESSAGES, "max_tokens": 50}
 TGI = {"details": True, "decoder_input_details": True, "return_full_text": True, "max_new_tokens": 300}
 STREAMED = {"details": True, "return_full_text": True, "max_new_tokens": 300}
 TENSOR = {"name": "in", "shape": [1, 900], "datatype": "UINT32", "data": IDS}
-RERANKED = {"query": "a", "documents": [PROMPT] * 9}
-SCORED = {"text_1": "a", "text_2": [PROMPT] * 9}
+RERANKED = {"query": "a", "documents": [f"{number}{PROMPT}" for number in range(60)]}
+SCORED = {"text_1": "a", "text_2": [f"{number}{PROMPT}" for number in range(60)]}
+VECTORS = Abilities(generates=False, embedding=EmbeddingFormat("last", 4096))
+POOLED = ("/rerank", "/score", "/embeddings")
+"""Ends of the paths whose answers are made of vectors."""
 LARGEST: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {"prompt": [IDS] * 4, "echo": True, "max_tokens": 0, "n": 64, "return_token_ids": True},
@@ -132,14 +139,18 @@ LARGEST: dict[str, list[dict[str, Any]]] = {
     ],
     "/detokenize": [{"tokens": IDS * 50}],
     "/v1/tokenizer": [{"inputs": PROMPT * 50}],
-    # The scripted engine makes no vectors: these are refused.
     **{path: [RERANKED] for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
     **{path: [SCORED] for path in ("/score", "/v1/score")},
-    "/v1/embeddings": [{"model": "scripted", "input": [PROMPT] * 9}],
-    "/v1/files": [{}],
+    "/v1/embeddings": [
+        {"model": "scripted", "input": [PROMPT] * 9},
+        {"model": "scripted", "input": ["a"] * 50, "encoding_format": "base64"},
+    ],
+    "/v1/files": [{"lines": 3000}],
 }
 """Bodies of POST by path: the most of each thing that an answer may repeat."""
-_SLACK_BYTES = 400_000
+_RECEIVED_BYTES = 1 << 16
+"""Of a body at a time, as sockets give it."""
+_SLACK_BYTES = 200_000
 """Of an application and a scripted engine at work, whatever they answer."""
 
 
@@ -150,6 +161,22 @@ def path_of(path: str, **names: str) -> str:
     return path.replace("{", "").replace("}", "")
 
 
+JSON = "application/json"
+
+
+def upload_of(num_lines: int) -> tuple[bytes, str]:
+    """Return the body of an upload, and its type."""
+    fields = b'--cut\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    fields += b'--cut\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
+    content = fields + (LINES.encode() + b"\n") * num_lines + b"\r\n--cut--\r\n"
+    return content, "multipart/form-data; boundary=cut"
+
+
+def uploaded(admission: Admission) -> int:
+    """Return the bytes of files that the server holds."""
+    return sum(one.held for one in admission.states() if one.name == "batch_bytes")
+
+
 @dataclass
 class Unread:
     """A client that sends a request and reads none of the answer until it leaves."""
@@ -158,15 +185,17 @@ class Unread:
     method: str
     path: str
     body: bytes = b""
+    content_type: str = "application/json"
     status: int = 0
     has_written: asyncio.Event = field(default_factory=asyncio.Event)
     leaves: asyncio.Event = field(default_factory=asyncio.Event)
-    _is_sent: bool = False
+    _num_sent: int = 0
 
     async def receive(self) -> Message:
-        if not self._is_sent:
-            self._is_sent = True
-            return {"type": "http.request", "body": self.body, "more_body": False}
+        if self._num_sent <= len(self.body):
+            first, self._num_sent = self._num_sent, self._num_sent + _RECEIVED_BYTES
+            has_more = self._num_sent <= len(self.body)
+            return {"type": "http.request", "body": self.body[first : self._num_sent], "more_body": has_more}
         await self.leaves.wait()
         return {"type": "http.disconnect"}
 
@@ -179,7 +208,11 @@ class Unread:
 
     async def run(self) -> None:
         key = self.rig.keys["ada"]["authorization"].encode()
-        headers = [(b"host", b"localhost"), (b"authorization", key), (b"content-type", b"application/json")]
+        headers = [
+            (b"host", b"localhost"),
+            (b"authorization", key),
+            (b"content-type", self.content_type.encode()),
+        ]
         scope = {
             "type": "http",
             "http_version": "1.1",
@@ -227,26 +260,51 @@ CASES = [
 
 @pytest.mark.parametrize(("path", "body"), CASES)
 async def test_an_unread_answer_holds_what_the_ledger_says(
-    engine: ScriptedEngine, tmp_path: Path, path: str, body: dict[str, Any]
+    engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    """At most a fifth more, and nothing once the client has left."""
+    await walk(engine, tmp_path, monkeypatch, path, body)
+
+
+async def walk(
+    engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """Ask, and leave unread: at most a fifth more is held than told, and nothing once the client has left."""
     rig = Rig(engine, tmp_path, "", batch_directory=tmp_path / "batches")
     made = await rig.ask("ada", LARGEST["/v1/conversations"][0], "/v1/conversations")
     names = {"conversation_id": made.json()["id"]}
+    if path.endswith(POOLED):
+        engine.abilities = VECTORS
+    if path == "/v1/batches":
+        content, kind = upload_of(1)
+        kept = await rig.client.post(
+            "/v1/files", content=content, headers=rig.keys["ada"] | {"content-type": kind}
+        )
+        body = body | {"input_file_id": kept.json()["id"]}
     admission: Admission = rig.app.state.admission
     await rig.ask("ada", {"prompt": "x", "max_tokens": 1, "logprobs": 1})  # what is made once
+    sizes: list[AnswerSize] = []
+    num_uploaded = uploaded(admission)
+    hold = admission.hold
+
+    def noted(size: AnswerSize, owner: str, holding: Holding) -> None:
+        sizes.append(size)
+        hold(size, owner, holding)
+
+    monkeypatch.setattr(admission, "hold", noted)
+    content, kind = upload_of(body["lines"]) if "lines" in body else (json.dumps(body).encode(), JSON)
     gc.collect()
     tracemalloc.start()
-    one = Unread(rig, "POST", path_of(path, **names), json.dumps(body).encode())
+    one = Unread(rig, "POST", path_of(path, **names), content, kind)
     task = asyncio.create_task(one.run())
     try:
         waits = asyncio.create_task(one.has_written.wait())
         await asyncio.wait({task, waits}, return_when=asyncio.FIRST_COMPLETED, timeout=60)
         assert one.has_written.is_set(), "it answers"
         _, peak = tracemalloc.get_traced_memory()
-        told = admission.answers.held() + admission.bodies.held()
-        told += TEXT_BYTES * admission.output_tokens.held()
-        assert one.status in (200, 400, 404, 415), one.status
+        assert admission.answers.held() == sum(size.beside_text for size in sizes)
+        told = admission.bodies.held() + uploaded(admission) - num_uploaded
+        told += sum(size.num_bytes for size in sizes)
+        assert one.status == 200
         most = 1.2 * told + _SLACK_BYTES
         assert peak < most, f"{peak} bytes were held and {told} told"
     finally:
@@ -255,6 +313,33 @@ async def test_an_unread_answer_holds_what_the_ledger_says(
         await task
     assert {one.name: one.held for one in admission.states() if one.held and one.name != "batch_bytes"} == {}
     assert not engine.active
+
+
+LONG_TOKENS = ("y" * 3000, "\x01" * 600)
+"""Plain text, and what JSON writes six times as long."""
+TELLING_TEXT: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x", "n": 4},
+    "/v1/chat/completions": {**CHAT, "n": 4},
+    "/v1/messages": CHAT,
+    "/v1/responses": {"model": "scripted", "input": "x"},
+    "/generate": {"inputs": "x"},
+    "/infer": {"inputs": "x"},
+    "/v2/models/{model}/generate": {"text_input": "x"},
+}
+
+
+@pytest.mark.parametrize("token", LONG_TOKENS, ids=("long", "escaped"))
+@pytest.mark.parametrize("path", TELLING_TEXT)
+async def test_a_token_is_as_long_as_the_longest_of_the_vocabulary(
+    tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, token: str
+) -> None:
+    fast = AutoTokenizer.from_pretrained(str(tokenizer_path))
+    fast.add_tokens(list(LONG_TOKENS))
+    fast.save_pretrained(str(tmp_path / "tokenizer"))
+    engine = ScriptedEngine(Tokenizer(tmp_path / "tokenizer"))
+    engine.script.reply = token * 100 + "🌍"  # as wide as a text can be
+    limit = {"max_tokens": 110, "max_output_tokens": 110, "parameters": {"max_new_tokens": 110}}
+    await walk(engine, tmp_path, monkeypatch, path, {**limit, **TELLING_TEXT[path], "max_tokens": 110})
 
 
 @pytest.mark.parametrize("path", sorted(path for method, path in ROUTES if method == "GET"))

@@ -56,7 +56,9 @@ from stemma.supervision import Supervisor
 from stemma.types import Tier
 
 logger = logging.getLogger(__name__)
-_TOLD = frozenset({"on_commit", "on_hit", "on_evict", "on_drop", "copy_waiting", "set_quotas", "unpin"})
+_TOLD = frozenset(
+    {"on_commit", "on_hit", "on_renew", "on_evict", "on_drop", "copy_waiting", "set_quotas", "unpin"}
+)
 _ASKED = frozenset({"lookup", "pin", "flush", "drain", "check", "wait_for_queued"})
 _NUM_BESIDE = 4
 """Threads for what may take long: one that waits for a pool doesn't hold up the others."""

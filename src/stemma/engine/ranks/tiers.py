@@ -140,6 +140,10 @@ class RankedTiers(LowerTiers):
         self._moved("on_hit", blocks)
 
     @override
+    def on_renew(self, blocks: Sequence[DeviceBlock]) -> None:
+        self._moved("on_renew", blocks)
+
+    @override
     def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
         self._moved("on_evict", blocks)
 

@@ -109,8 +109,12 @@ class BlockRecords:
         return int(self._num_tokens[block_id])
 
     def hint(self, block_id: int) -> RetentionHint:
-        """Return the hint that a block came with."""
+        """Return the hint of a block."""
         return self._hints[block_id]
+
+    def renew_hint(self, block_id: int, hint: RetentionHint) -> None:
+        """Let another hint hold for a block."""
+        self._hints[block_id] = hint
 
     def has_children(self, block_id: int) -> bool:
         """Return whether a cached block follows this one."""

@@ -6,7 +6,7 @@ knowledge of all this change together, and only here. Pins belong to leases: `le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -136,6 +136,11 @@ class CachedBlocks:
     def renew_hints(self, lease: Lease, block_ids: BlockIds) -> None:
         """Let a lease's hints hold for its leading blocks, which it still pins, whoever brought them."""
         self.index.hint(block_ids, self._clock(), lease.traits(len(block_ids)))
+        first = lease.roots.num_public  # the hints of a public head are the operator's
+        for block, block_id in enumerate(block_ids[first:].tolist(), first):
+            self._records.renew_hint(block_id, lease.hint(block))
+        if self._lower is not None and self._lower.stores:
+            self._lower.on_renew(self._describe(block_ids[first:]))
 
     def conclude(self, match: Match, num_tokens: int, conclusion: Conclusion) -> None:
         """Tell the policy how the request ended whose `num_tokens` tokens with KV were found as `match`."""
@@ -174,16 +179,28 @@ class CachedBlocks:
             return None
         return turn_of(self._records.hint(block_id), float(self._records.used_at[block_id]), now)
 
-    def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """Set how many blocks each owner may hold, and evict what they hold beyond that."""
-        self.index.set_quotas(quotas)
-        self.keep_quotas()
-
     def keep_quotas(self) -> None:
         """Evict blocks of owners that hold too many, and no others; what requests hold stays."""
         while num_over := self.index.num_over_quota:
             if not self.evict(num_over, _OVER_QUOTA):
                 return
+
+    def charge(self, owner: str, num_blocks: int) -> None:
+        """Count to an owner's quota what it holds beside blocks: memory for so many."""
+        self.index.charge(owner, num_blocks)
+
+    def owners_over_quota(self) -> list[str]:
+        """Return the owners that hold too much."""
+        return self.index.owners_over_quota
+
+    def oldest_of(self, owner: str) -> float | None:
+        """Return the last use of the block that an owner over its quota loses first; None: all are in use."""
+        block_id = self.index.next_of(owner)
+        return None if block_id is None else float(self._records.used_at[block_id])
+
+    def evict_over_quota(self) -> bool:
+        """Evict that block of the first such owner; False: there is none."""
+        return self.index.num_over_quota > 0 and self.evict(1, _OVER_QUOTA) > 0
 
     def flush(self) -> int:
         """Drop every block that isn't pinned, without demoting any; return how many."""

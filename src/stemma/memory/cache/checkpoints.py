@@ -7,17 +7,18 @@ stands behind, for alone it serves nobody.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stemma.errors import IntegrityError
+from stemma.memory.cache.charges import Charges
 from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.places import Pieces, Places
 from stemma.memory.cache.slots import Slots
 from stemma.memory.cache.turns import CachedKV, Turn, turn_of
-from stemma.memory.device.layout import WindowGroup
-from stemma.memory.device.slabs import PAGES, STATES, SlabAllocator
+from stemma.memory.device.slabs import PAGES, STATES
 from stemma.memory.kv_events import BlocksRemoved, CheckpointStored, KVEventSink
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.lower import LowerTiers
@@ -27,27 +28,8 @@ from stemma.prefix.eviction.ranking import Ranking
 from stemma.prefix.keys import fingerprints, owner_tag
 from stemma.types import BlockKey, RetentionHint, Tier
 
-_STATE, _PAGE = b"stemma.state", b"stemma.window"
 _MOST_AT_ONCE = 32
 """KV blocks evicted before it is asked again whether it is a checkpoint's turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where states and pages lie on the device."""
-
-    slabs: SlabAllocator
-    """Of the memory that they share with the blocks."""
-    states_per_slab: int
-    state_blocks: Callable[[int], range]
-    """Takes a state; returns the ids of its blocks."""
-    pages_per_slab: int = 0
-    page_blocks: Callable[[int], range] = lambda _page: range(0)
-    copy_page: Callable[[int, int], None] = lambda _source, _target: None
-    windows: WindowGroup | None = None
-    """Layers with windows, which have pages; None: there are none."""
-    num_reserved: int = 0
-    """Blocks that no sequence can have: room for its states and pages."""
 
 
 @dataclass(slots=True)
@@ -56,6 +38,8 @@ class Checkpoint:
 
     number: int
     """What the policy calls it."""
+    owner: str
+    """Whose quota it counts to (`Namespace.owner`); empty: nobody's."""
     state: int | None
     pages: tuple[int, ...]
     blocks: tuple[DeviceBlock, ...]
@@ -86,6 +70,7 @@ class Checkpoints:
         self.places, self._block_size = places, block_size
         self.states = Slots(places.slabs, places.states_per_slab, STATES)
         self.pages = Slots(places.slabs, places.pages_per_slab, PAGES)
+        self.pieces = Pieces(places, block_size)
         self.kv: CachedKV | None = None
         """What shares the memory; None: nothing that can leave."""
         self.num_evicted = 0
@@ -93,6 +78,7 @@ class Checkpoints:
         """Learns of checkpoints that enter and leave the device; None: nobody does."""
         self._lower, self._clock = lower, clock
         self._ranking = Ranking(policy or LRUPolicy())
+        self._charges = Charges(places.slabs.slab, places.states_per_slab, places.pages_per_slab)
         self._kept: dict[BlockKey, Checkpoint] = {}
         self._key_of: dict[int, BlockKey] = {}
         """Checkpoints by their number."""
@@ -135,41 +121,49 @@ class Checkpoints:
         if state is not None:
             self.states.keep(state)
             self._of_state[state] = key
-        chain = self.chain(lease.key, position)
+        chain = self.pieces.chain(lease.key, position)
         number = self._free_numbers.pop() if self._free_numbers else len(self._key_of)
+        before = lease.state.checkpoint
+        after = self.get(lease.key(before // self._block_size - 1)) if before else None
+        traits = self._traits(lease, position, after)
         entered = Checkpoint(
             number,
+            traits.owner,
             state,
             pages,
             self._describe(lease, position, chain, state, pages),
             tuple(piece for piece, _ in chain),
-            lease.hint(position // self._block_size - 1),
+            traits.hint,
             self._clock(),
             is_below=is_below,
             is_rolling=is_rolling,
         )
-        before = lease.state.checkpoint
-        after = self.get(lease.key(before // self._block_size - 1)) if before else None
         self._kept[key], self._key_of[number] = entered, key
-        self._ranking.enter(number, self._clock(), self._traits(lease, position, after))
+        self._ranking.enter(number, self._clock(), traits)
         self._untold.append((key, entered))
-        self._keep_quotas()
+        self._charges.enter(entered.owner, key, state, pages)
+        self._charge(entered.owner)
+        self.keep_quotas()
 
     def use(self, found: Checkpoint) -> None:
         """Count a use."""
         found.num_uses += 1
         found.used_at = self._clock()
         self._ranking.use(found.number, found.used_at)
+        self._charges.use(found.owner, self._key_of[found.number])
         if self._lower is not None and self._lower.stores:
             self._lower.on_hit(found.blocks)
 
     def renew_hints(self, lease: Lease, keys: Iterable[BlockKey]) -> None:
         """Let a lease's hints hold for its checkpoints among `keys`, those of its leading blocks in order."""
         for block, key in enumerate(keys):
-            if (one := self._kept.get(key)) is not None:
+            if block >= lease.roots.num_public and (one := self._kept.get(key)) is not None:
                 traits = self._traits(lease, (block + 1) * self._block_size, None)
                 one.hint = traits.hint
+                one.blocks = tuple(replace(each, hint=one.hint) for each in one.blocks)
                 self._ranking.hint(one.number, self._clock(), traits)
+                if self._lower is not None and self._lower.stores:
+                    self._lower.on_renew(one.blocks)
 
     def conclude(self, key: BlockKey, conclusion: Conclusion) -> None:
         """Tell the policy how the request ended that left this checkpoint, or went on from it."""
@@ -191,6 +185,8 @@ class Checkpoints:
             self.states.let_go(one.state)
         for page in one.pages:
             self.pages.let_go(page)
+        self._charges.leave(one.owner, key, one.state, one.pages)
+        self._charge(one.owner)
 
     def drop_behind(self, keys: Iterable[BlockKey]) -> None:
         """Drop the checkpoints behind KV blocks that left the device, or move them down as these were."""
@@ -215,20 +211,25 @@ class Checkpoints:
             self.drop(key, evicted=False)
         return len(dropped)
 
-    def set_quotas(self, shares: Mapping[str, float]) -> None:
-        """Set which share of the memory the checkpoints of each owner (`Namespace.owner`) may take alone, and
-        drop what is beyond."""
-        counts = (self.states.count, self.pages.count // max(1, self.most_pages))
-        room = min(count for count in counts if count)
-        self._ranking.set_quotas({owner: int(share * room) for owner, share in shares.items()})
-        self._keep_quotas()
-
     def holdings(self) -> tuple[list[int | None], list[int]]:
         """Return the states and the pages that all of them hold."""
         return (
             [one.state for one in self._kept.values()],
             [page for one in self._kept.values() for page in one.pages],
         )
+
+    def holdings_of(self, owner: str) -> tuple[set[int], set[int]]:
+        """Return the states and the pages that those of an owner hold (slow)."""
+        own = [one for one in self._kept.values() if one.owner == owner]
+        states = {one.state for one in own if one.state is not None}
+        return states, {page for one in own for page in one.pages}
+
+    def check(self) -> None:
+        """Raise IntegrityError unless each owner is charged for what its checkpoints hold (slow)."""
+        for owner in {one.owner for one in self._kept.values()} | self._charges.owners:
+            states, pages = self.holdings_of(owner)
+            if self._charges.num_blocks(owner) != self._charges.cost(len(states), len(pages)):
+                raise IntegrityError("an owner is charged for other checkpoints than it has")
 
     @property
     def told_keys(self) -> set[BlockKey]:
@@ -305,58 +306,34 @@ class Checkpoints:
     def _frees(self, one: Checkpoint, slots: Slots) -> bool:
         return any(slots.holders(place) == 1 for place in self.held(one, slots))
 
-    def _first(self, may_leave: Callable[[Checkpoint], bool], *, over_quota: bool = False) -> BlockKey | None:
-        number = self._ranking.first(
-            self._clock(), lambda one: may_leave(self._kept[self._key_of[one]]), over_quota=over_quota
-        )
+    def _first(self, may_leave: Callable[[Checkpoint], bool]) -> BlockKey | None:
+        number = self._ranking.first(self._clock(), lambda one: may_leave(self._kept[self._key_of[one]]))
         return None if number is None else self._key_of[number]
 
-    def _keep_quotas(self) -> None:
-        """Drop what owners hold beyond their quotas; what sequences hold as well stays."""
+    # -- quotas ---------------------------------------------------------------------------------------
 
-        while (key := self._first(self._frees_any, over_quota=True)) is not None:
-            self._evict(key)
+    def keep_quotas(self) -> None:
+        """Evict what owners hold beyond their quotas, KV or checkpoint; what sequences hold stays."""
+        if self.kv is not None:
+            for owner in self.kv.owners_over_quota():
+                while self._lose_oldest(self.kv, owner):
+                    pass
 
-    # -- names ----------------------------------------------------------------------------------------
+    def _lose_oldest(self, kv: CachedKV, owner: str) -> bool:
+        """Evict what an owner used the longest ago; False: it holds no more than it may, or all is in use."""
+        if owner not in kv.owners_over_quota():
+            return False
+        used_at = kv.oldest_of(owner)
+        key = self._charges.first(owner, lambda one: self._frees_any(self._kept[one]))
+        if used_at is not None and (key is None or used_at <= self._kept[key].used_at):
+            return kv.evict_over_quota()
+        return self._evict(key)
 
-    @property
-    def most_pages(self) -> int:
-        """Pages of a checkpoint behind a full window."""
-        windows = self.places.windows
-        return 0 if windows is None else -(-windows.window // self._block_size)
+    def _charge(self, owner: str) -> None:
+        if self.kv is not None and owner:
+            self.kv.charge(owner, self._charges.num_blocks(owner))
 
-    def first_block(self, position: int) -> int:
-        """Return the first block whose keys a token at `position` or later may see through a window."""
-        assert self.places.windows is not None
-        return self.places.windows.first_seen(position) // self._block_size
-
-    def window_blocks(self, position: int) -> range:
-        """Return the full blocks before `position` that tokens from there on see through a window."""
-        if self.places.windows is None:
-            return range(0)
-        return range(self.first_block(position), position // self._block_size)
-
-    def chain(self, key_of: Callable[[int], BlockKey], position: int) -> list[tuple[BlockKey, BlockKey]]:
-        """Return key and parent of each block of a checkpoint: its state's, then its pages'."""
-        chain: list[tuple[BlockKey, BlockKey]] = []
-
-        def add(kind: bytes, key: BlockKey, count: int) -> None:
-            parent = key
-            for number in range(count):
-                piece = BlockKey(hashlib.sha256(kind + number.to_bytes(4, "little") + key).digest())
-                chain.append((piece, parent))
-                parent = piece
-
-        if self.states.count:
-            add(_STATE, key_of(position // self._block_size - 1), len(self.places.state_blocks(0)))
-        for block in self.window_blocks(position):
-            add(_PAGE, key_of(block), len(self.places.page_blocks(0)))
-        return chain
-
-    def blocks_of(self, state: int | None, pages: Iterable[int]) -> list[int]:
-        """Return the ids of the blocks of a state and pages."""
-        blocks = [] if state is None else list(self.places.state_blocks(state))
-        return blocks + [block for page in pages for block in self.places.page_blocks(page)]
+    # -- what others know of them -----------------------------------------------------------------------
 
     def _traits(self, lease: Lease, position: int, after: Checkpoint | None) -> BlockTraits:
         """Return what the policy knows of a checkpoint: what it knows of the block before it."""
@@ -387,5 +364,5 @@ class Checkpoints:
         owner = "" if block < lease.roots.num_public else owner_tag(lease.namespace.owner)
         return tuple(
             DeviceBlock(block_id, piece, parent, size, lease.hint(block), owner)
-            for block_id, (piece, parent) in zip(self.blocks_of(state, pages), chain, strict=True)
+            for block_id, (piece, parent) in zip(self.pieces.blocks_of(state, pages), chain, strict=True)
         )

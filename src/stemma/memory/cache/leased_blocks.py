@@ -183,7 +183,7 @@ class LeasedBlocks:
         if num_tail and self._cached.has(int(lease.block_table[num_full])):
             self._tails[lease] = int(lease.block_table[num_full])
         self._cached.copy_down(entered.added)
-        self._cached.keep_quotas()
+        self.keep_quotas()
 
     def free(self, lease: Lease, num_computed: int) -> None:
         """Commit what was computed and free all blocks, even if the commit raises; some are freed late."""
@@ -220,7 +220,13 @@ class LeasedBlocks:
         self._allocator.free(lease.block_table)
         self._tails.pop(lease, None)
         lease.num_blocks = lease.num_committed = 0
-        if self._cached is not None:
+        self.keep_quotas()
+
+    def keep_quotas(self) -> None:
+        """Evict what owners hold beyond their quotas; what requests hold stays."""
+        if self._states is not None:
+            self._states.keep_quotas()
+        elif self._cached is not None:
             self._cached.keep_quotas()
 
     def loads(self) -> list[Future[int]]:

@@ -574,14 +574,12 @@ class PrefixCache:
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
         """Set how many device blocks each owner (`Namespace.owner`) may hold; others hold any number.
 
-        Whoever holds more loses own blocks at once, leaves first and the least recently used of them first,
-        except those that requests hold; these go when the requests end. Of the places of checkpoints each may
-        hold the same share.
+        Its checkpoints count with the blocks whose memory they take. Whoever holds more loses at once what it
+        used the longest ago, leaves first, except what requests hold; that goes when the requests end.
         """
         if self._cached is not None:
-            self._cached.set_quotas(quotas)
-        if self._states is not None:
-            self._states.set_quotas({owner: quota / self.num_blocks for owner, quota in quotas.items()})
+            self._cached.index.set_quotas(quotas)
+            self._leased.keep_quotas()
 
     def evict_all(self) -> None:
         """Evict all that no lease holds: states and windows need room in one piece."""

@@ -12,14 +12,15 @@ Below the device a checkpoint is blocks like any other, under keys of its own (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
 
 from stemma.errors import IntegrityError
-from stemma.memory.cache.checkpoints import Checkpoints, Places
+from stemma.memory.cache.checkpoints import Checkpoints
 from stemma.memory.cache.lease import Lease, LeaseState, StateMove
+from stemma.memory.cache.places import Places
 from stemma.memory.cache.turns import CachedKV
 from stemma.memory.device.layout import WindowGroup
 from stemma.memory.kv_events import KVEventSink
@@ -142,10 +143,10 @@ class CachedStates:
         lease.state = own
         if self._states.count and (state := self._kept.take(self._states)) is not None:
             own.state = state
-        for block in self._kept.window_blocks(position):
+        for block in self._kept.pieces.window_blocks(position):
             if (page := self._kept.take(self._pages)) is not None:
                 own.pages[block] = page
-        is_whole = len(own.pages) == len(self._kept.window_blocks(position))
+        is_whole = len(own.pages) == len(self._kept.pieces.window_blocks(position))
         if is_whole and (own.state is not None or not self._states.count):
             return True
         self.end(lease)
@@ -301,7 +302,7 @@ class CachedStates:
             wanted = [position for position in wanted if position == num_computed]
         for position in wanted:
             self._enter(lease, position, own.state, is_rolling=num_computed - start == 1)
-        for block in [block for block in own.pages if block < self._kept.first_block(num_computed)]:
+        for block in [block for block in own.pages if block < self._kept.pieces.first_block(num_computed)]:
             self._pages.release(own.pages.pop(block))
         return True
 
@@ -309,7 +310,7 @@ class CachedStates:
 
     def piece_keys(self, lease: Lease, position: int) -> list[BlockKey]:
         """Return the keys of the blocks that hold the checkpoint of a sequence at `position`."""
-        return [piece for piece, _ in self._kept.chain(lease.key, position)]
+        return [piece for piece, _ in self._kept.pieces.chain(lease.key, position)]
 
     def likely_pieces(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Return keys to ask a pool for before a prompt is admitted, whose full blocks have these keys.
@@ -324,14 +325,14 @@ class CachedStates:
         for position in dict.fromkeys((*near, *far)):
             if len(pieces) > _MOST_PIECES:
                 break
-            pieces += [piece for piece, _ in self._kept.chain(lambda block: keys[block], position)]
+            pieces += [piece for piece, _ in self._kept.pieces.chain(lambda block: keys[block], position)]
         return pieces
 
     def blocks_of(self, lease: Lease) -> list[int]:
         """Return the ids of the blocks of a sequence's state and pages."""
         assert lease.state is not None
         pages = [page for _, page in sorted(lease.state.pages.items())]
-        return self._kept.blocks_of(lease.state.state, pages)
+        return self._kept.pieces.blocks_of(lease.state.state, pages)
 
     def tell(self) -> None:
         """Tell others and the tiers below of the checkpoints that entered, whose KV is committed by now."""
@@ -352,9 +353,13 @@ class CachedStates:
         if position := self.deepest(keys, num_tokens):
             self._kept.conclude(BlockKey(keys[position // self._block_size - 1].tobytes()), conclusion)
 
-    def set_quotas(self, shares: Mapping[str, float]) -> None:
-        """Set which share of all places each owner (`Namespace.owner`) may hold; others hold any."""
-        self._kept.set_quotas(shares)
+    def keep_quotas(self) -> None:
+        """Evict what owners over their quotas used the longest ago, KV or checkpoint."""
+        self._kept.keep_quotas()
+
+    def holdings_of(self, owner: str) -> tuple[set[int], set[int]]:
+        """Return the states and the pages that an owner's checkpoints hold (slow)."""
+        return self._kept.holdings_of(owner)
 
     def flush(self, pinned: Iterable[Lease] = ()) -> int:
         """Drop all checkpoints but those that these leases hold (`pin`); return how many."""
@@ -372,6 +377,7 @@ class CachedStates:
         """
         if keys is not None and not self._kept.told_keys <= keys:
             raise IntegrityError("a checkpoint stands behind KV that has left the device")
+        self._kept.check()
         held_states, held_pages = self._kept.holdings()
         for lease in leases:
             if (own := lease.state) is None:
@@ -415,7 +421,7 @@ class CachedStates:
         if position:
             found = self._kept[self._key_at(lease, position)]
             own.state = found.state
-            own.pages.update(zip(self._kept.window_blocks(position), found.pages, strict=True))
+            own.pages.update(zip(self._kept.pieces.window_blocks(position), found.pages, strict=True))
             if found.state is not None:
                 self._states.hold(found.state)
             for page in found.pages:
@@ -458,7 +464,7 @@ class CachedStates:
         if (known := self._kept.get(key)) is not None:
             self._kept.use(known)
             return
-        window = self._kept.window_blocks(position)
+        window = self._kept.pieces.window_blocks(position)
         if not all(block in own.pages for block in window):
             return  # some were freed while the sequence went on
         if is_rolling and own.rolling is not None:

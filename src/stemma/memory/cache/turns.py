@@ -31,5 +31,17 @@ class CachedKV(Protocol):
     def evict(self, num_blocks: int) -> int:
         """Evict up to `num_blocks` blocks, lowest-ranked first; return how many."""
 
+    def charge(self, owner: str, num_blocks: int) -> None:
+        """Count to an owner's quota what its checkpoints hold: memory for so many blocks."""
+
+    def owners_over_quota(self) -> list[str]:
+        """Return the owners that hold too much."""
+
+    def oldest_of(self, owner: str) -> float | None:
+        """Return the last use of the block that an owner over its quota loses first; None: all are in use."""
+
+    def evict_over_quota(self) -> bool:
+        """Evict that block of the first such owner; False: there is none."""
+
     def present(self) -> npt.NDArray[np.bool_]:
         """Return which blocks are in the index, shape [num_blocks]."""

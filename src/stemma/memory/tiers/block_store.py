@@ -237,6 +237,10 @@ class BlockStore(ABC):
         """Count keys that are held as used now, in order from the root."""
         return None
 
+    def renew(self, hints: Mapping[BlockKey, RetentionHint]) -> None:
+        """Let other hints hold for keys that are held."""
+        return None
+
     def pin(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Forbid eviction and removal of each key that is held; counted, so pins nest. Return which were."""
         return [False] * len(keys)

@@ -112,6 +112,12 @@ class CopiesDown:
                 del self._waiting[block.key]
         return bool(self._waiting)
 
+    def renew(self, blocks: Sequence[DeviceBlock]) -> None:
+        """Let those of these blocks that wait go down with the hints that they have now."""
+        for block in blocks:
+            if block.key in self._waiting:
+                self._waiting[block.key] = (block, self._waiting[block.key][1])
+
     def leave(self, blocks: Sequence[DeviceBlock]) -> None:
         """Copy those of these blocks that wait, if there is room in a moment: they leave the device."""
         found = [self._waiting.pop(block.key) for block in blocks if block.key in self._waiting]

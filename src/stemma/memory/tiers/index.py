@@ -222,6 +222,18 @@ class TierIndex:
             except Exception as error:  # noqa: BLE001 - see `_policy_failed`
                 self._policy_failed(error)
 
+    def renew(self, slots: Sequence[int], hint: RetentionHint, now: float) -> None:
+        """Let another hint hold for live blocks."""
+        leaves = [slot for slot in slots if self.is_leaf(slot)]
+        try:
+            for slot in leaves:
+                self._policy.withdraw(slot)
+            self._policy.hint(np.asarray(slots, dtype=np.int32), now, BlockTraits(hint=hint))
+            for slot in leaves:
+                self._policy.offer(slot)
+        except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+            self._policy_failed(error)
+
     def mark_duplicates(self, keys: Iterable[BlockKey]) -> None:
         """Note that the tier above holds these keys; those that aren't here are ignored."""
         for key in keys:

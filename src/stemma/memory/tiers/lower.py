@@ -106,6 +106,10 @@ class LowerTiers(Protocol):
     def on_hit(self, blocks: Sequence[DeviceBlock]) -> None:
         """Blocks of the device index were used again (for selective write-through, and for recency)."""
 
+    def on_renew(self, blocks: Sequence[DeviceBlock]) -> None:
+        """Blocks of the device index have other hints now, which hold for their copies below too."""
+        return None
+
     def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
         """Blocks leave the device index. Their bytes are intact until this returns (for write-back)."""
 

@@ -115,6 +115,9 @@ class SlottedStore(BlockStore):
     def _dropped(self, slots: Sequence[int]) -> None:
         """Blocks left these slots, evicted or removed. Called with the lock."""
 
+    def _renewed(self, slots: Sequence[int]) -> None:
+        """The blocks in these slots have other hints. Called with the lock."""
+
     @abstractmethod
     def _free_all(self) -> None:
         """Free memory or files. Called once, with the lock, when no more bytes move."""
@@ -171,6 +174,19 @@ class SlottedStore(BlockStore):
             slots = [slot for key in keys if (slot := self._index.find(key)) is not None]
             self._index.touch(slots, self._ranked_at(now))
             self._used_at[slots] = now
+
+    @override
+    def renew(self, hints: Mapping[BlockKey, RetentionHint]) -> None:
+        with self._lock:
+            self._check_open()
+            changed: dict[RetentionHint, list[int]] = {}
+            for key, hint in hints.items():
+                if (slot := self._index.find(key)) is not None and self._hints[slot] != hint:
+                    self._keep_hint(slot, hint)
+                    changed.setdefault(hint, []).append(slot)
+            for hint, slots in changed.items():
+                self._index.renew(slots, hint, self._ranked_at(self._now()))
+                self._renewed(slots)
 
     @override
     def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
@@ -486,8 +502,11 @@ class SlottedStore(BlockStore):
         traits = BlockTraits(fingerprints([block.key]), hint=block.hint, owner=block.owner)
         self._index.commit(slot, block.key, block.parent, self._ranked_at(now), traits)
         self._used_at[slot] = now
-        self._hints[slot] = block.hint
-        self._ttl_s[slot] = self._default_ttl_s if block.hint.ttl_s is None else block.hint.ttl_s
+        self._keep_hint(slot, block.hint)
+
+    def _keep_hint(self, slot: int, hint: RetentionHint) -> None:
+        self._hints[slot] = hint
+        self._ttl_s[slot] = self._default_ttl_s if hint.ttl_s is None else hint.ttl_s
 
     def _drop(self, slots: Sequence[int]) -> int:
         ranked_at = self._ranked_at(self._now())

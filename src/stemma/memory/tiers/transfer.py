@@ -1,9 +1,9 @@
 """One API over the tiers below the device: what is copied down, and what is loaded.
 
-Down: the step loop calls `on_commit`, `on_hit` and `on_evict`. A policy per tier says which of them copies a
-block down. The step loop pays at most one memcpy per block: into the host arena, or into staging, from which
-a thread writes it (`write_queue.py`). Up: `match` says what is worth loading (`estimate.py`), and `load`
-loads it in the background (`loads.py`).
+Down: the step loop calls `on_commit`, `on_hit`, `on_renew` and `on_evict`. A policy per tier says which of
+them copies a block down. The step loop pays at most one memcpy per block: into the host arena, or into
+staging, from which a thread writes it (`write_queue.py`). Up: `match` says what is worth loading
+(`estimate.py`), and `load` loads it in the background (`loads.py`).
 """
 
 from __future__ import annotations
@@ -342,6 +342,17 @@ class TierTransfer(LowerTiers):
         for queue in self._queues.values():
             if queue.store.is_local:
                 queue.touch([block.key for block in full])
+
+    @override
+    def on_renew(self, blocks: Sequence[DeviceBlock]) -> None:
+        full = self._full(blocks)
+        self._copies.renew(full)
+        hints = {block.key: block.hint for block in full}
+        if self._host is not None:
+            self._host.renew(hints)
+        for queue in self._queues.values():
+            if queue.store.is_local:
+                queue.renew(hints)
 
     @override
     def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:

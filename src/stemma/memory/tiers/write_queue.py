@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stemma.errors import StorageError
@@ -19,10 +19,11 @@ from stemma.memory.tiers.block_store import BlockPut, BlockStore, PutResult
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.staging import StagingArena
 from stemma.supervision import Supervisor, start_thread
-from stemma.types import BlockKey
+from stemma.types import BlockKey, RetentionHint
 
 logger = logging.getLogger(__name__)
 BATCH_BLOCKS = 16
+_MAX_RENEWED = 1 << 16
 Work = Callable[[], bool]
 """Does a little background work; returns whether there is more."""
 
@@ -56,6 +57,8 @@ class WriteQueue:
         self._changed = threading.Condition()
         self._blocks: deque[StagedBlock] = deque()
         self._touches: deque[list[BlockKey]] = deque(maxlen=256)
+        self._renewed: dict[BlockKey, RetentionHint] = {}
+        """Hints that the store learns once nothing that it queued before is left to write."""
         self._keys: set[BlockKey] = set()
         self._num_put = 0
         self._num_done = 0
@@ -93,6 +96,14 @@ class WriteQueue:
             self._touches.append(keys)
             self._changed.notify_all()
 
+    def renew(self, hints: Mapping[BlockKey, RetentionHint]) -> None:
+        """Give blocks of a local store other hints, later, queued ones too; too many that wait: none."""
+        with self._changed:
+            if len(self._renewed) > _MAX_RENEWED:
+                self._renewed.clear()
+            self._renewed.update(hints)
+            self._changed.notify_all()
+
     def wake(self) -> None:
         """Run the idle work soon."""
         with self._changed:
@@ -103,7 +114,7 @@ class WriteQueue:
         """Wait until everything queued is written; return whether it was."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: not (self._blocks or self._touches or self._is_busy or self._is_awake), timeout_s
+                lambda: not (self._has_queued() or self._is_busy or self._is_awake), timeout_s
             )
 
     def wait_for_queued(self, timeout_s: float) -> bool:
@@ -128,6 +139,7 @@ class WriteQueue:
             with self._changed:
                 self._is_closing, self._is_busy, self._is_awake = True, False, False
                 self._touches.clear()
+                self._renewed.clear()
                 self._free([self._blocks.popleft() for _ in range(len(self._blocks))])
 
     def _write_until_closed(self) -> None:
@@ -141,20 +153,33 @@ class WriteQueue:
                 count = min(BATCH_BLOCKS, len(self._blocks))
                 batch = [self._blocks.popleft() for _ in range(count)]
                 touches = [self._touches.popleft() for _ in range(len(self._touches))]
+                renewed: dict[BlockKey, RetentionHint] = {}
+                if not self._blocks:
+                    renewed, self._renewed = self._renewed, renewed
                 self._is_awake = False
                 self._is_busy = True
-            self._work(batch, touches)
+            self._work(batch, touches, renewed)
 
     def _has_work(self) -> bool:
-        return bool(self._blocks or self._touches or self._is_awake or self._is_closing)
+        return self._has_queued() or self._is_awake or self._is_closing
 
-    def _work(self, batch: list[StagedBlock], touches: list[list[BlockKey]]) -> None:
+    def _has_queued(self) -> bool:
+        return bool(self._blocks or self._touches or self._renewed)
+
+    def _work(
+        self,
+        batch: list[StagedBlock],
+        touches: list[list[BlockKey]],
+        renewed: Mapping[BlockKey, RetentionHint],
+    ) -> None:
         try:
             for keys in touches:
                 self.store.touch(keys)
             if batch:
                 self._write(batch)
-            elif self._idle_work is not None and self._idle_work():
+            if renewed:
+                self.store.renew(renewed)
+            elif not batch and self._idle_work is not None and self._idle_work():
                 self.wake()
         except StorageError as error:
             self._not_written(batch)

@@ -133,6 +133,13 @@ class Abilities:
         return self.embedding
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state; 0: none is used."""
+        if self.embedding is not None:
+            return self.embedding.size
+        return 0 if self.score_head is None else len(self.score_head.weight)
+
+    @property
     def needs_hidden(self) -> bool:
         """Whether hidden states are what it is used for."""
         return self.embedding is not None or self.score_head is not None

@@ -29,6 +29,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """transformers' own tag, which plain Jinja doesn't know."""
 _TEMPLATE_GLOBALS = {"messages", "raise_exception", "strftime_now"}
 _MAX_REASON_CHARS = 300
+_MOST_ESCAPED = 6
 _TURN = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"})
 _ADVICE = "take tokenizer.json and tokenizer_config.json from where the checkpoint comes from"
 _PROCESSOR_TEMPLATE = "chat_template.json"
@@ -175,6 +176,15 @@ class Tokenizer:
     def spelling(self) -> Mapping[int, bytes]:
         """The bytes of each token, special ones included, as they stand in the middle of a text."""
         return self.token_bytes if self.token_bytes is not None else _Spelling(self)
+
+    @cached_property
+    def longest_texts(self) -> tuple[str, ...]:
+        """Texts of tokens, those among them that are longest as they are, and in any encoding as JSON."""
+        vocabulary: dict[str, int] = self._hf.get_vocab()
+        longest = max(map(len, vocabulary), default=0)
+        # JSON writes a control character with six. In a vocabulary of bytes a character is one of them.
+        found = (i for token, i in vocabulary.items() if len(token) * _MOST_ESCAPED >= longest)
+        return tuple(self.decode([token_id], skip_special_tokens=False) for token_id in found)
 
     @property
     def vocab_size(self) -> int:

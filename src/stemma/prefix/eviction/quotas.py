@@ -1,7 +1,7 @@
 """Owners with a quota: who holds more loses own blocks first, by last use; apart from that a policy decides.
 
 An index puts this around its policy while there are quotas. Only the blocks of owners that have one are
-counted.
+counted, with what they are charged for beside blocks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from stemma.types import BlockIds
 
 @dataclass(slots=True)
 class _Owned:
+    name: str
     quota: int
+    charged: int = 0
+    """Blocks' worth of memory that the owner holds beside its blocks."""
     ranking: LRUPolicy = field(default_factory=LRUPolicy)
     blocks: set[int] = field(default_factory=set)
     candidates: set[int] = field(default_factory=set)
 
     @property
     def num_over(self) -> int:
-        return len(self.blocks) - self.quota
+        return len(self.blocks) + self.charged - self.quota
 
 
 class QuotaPolicy(EvictionPolicy):
@@ -37,7 +40,7 @@ class QuotaPolicy(EvictionPolicy):
     def __init__(self, base: EvictionPolicy, quotas: Mapping[str, int]) -> None:
         """`base` goes on as it is; `quotas` are blocks by owner. `adopt` tells of blocks that are there."""
         self.base = base
-        self._owned = {owner: _Owned(quota) for owner, quota in quotas.items()}
+        self._owned = {owner: _Owned(owner, quota) for owner, quota in quotas.items()}
         self._of: dict[int, _Owned] = {}
         """Block -> its owner, if that has a quota."""
         self._over: dict[str, _Owned] = {}
@@ -46,6 +49,22 @@ class QuotaPolicy(EvictionPolicy):
     def num_over(self) -> int:
         """Blocks that can be evicted now and whose owners hold too many."""
         return sum(min(each.num_over, len(each.candidates)) for each in self._over.values())
+
+    @property
+    def owners_over(self) -> list[str]:
+        """Owners that hold too much."""
+        return list(self._over)
+
+    def charge(self, owner: str, num_blocks: int) -> None:
+        """Count memory for so many blocks that an owner holds beside its blocks."""
+        if (owned := self._owned.get(owner)) is not None:
+            owned.charged = num_blocks
+            self._judge(owned)
+
+    def first_of(self, owner: str) -> int | None:
+        """Return the oldest candidate of an owner that holds too much; None: it has none."""
+        owned = self._over.get(owner)
+        return None if owned is None or not owned.candidates else owned.ranking.victim(0.0)
 
     def adopt(self, block_ids: BlockIds, traits: BlockTraits, now: float) -> None:
         """Count blocks that `base` knows already, in order from the root."""
@@ -56,8 +75,7 @@ class QuotaPolicy(EvictionPolicy):
         owned.ranking.insert(block_ids, now, traits)
         owned.blocks.update(ids)
         self._of.update(dict.fromkeys(ids, owned))
-        if owned.num_over > 0:
-            self._over[traits.owner] = owned
+        self._judge(owned)
 
     def adopt_candidate(self, block_id: int) -> None:
         """Note that a block may be evicted, as `base` knows already."""
@@ -116,6 +134,11 @@ class QuotaPolicy(EvictionPolicy):
             owned.blocks.discard(block_id)
             owned.candidates.discard(block_id)
             owned.ranking.drop(block_id, now, evicted=evicted)
-            if owned.num_over <= 0:
-                self._over = {name: each for name, each in self._over.items() if each is not owned}
+            self._judge(owned)
         self.base.drop(block_id, now, evicted=evicted)
+
+    def _judge(self, owned: _Owned) -> None:
+        if owned.num_over > 0:
+            self._over[owned.name] = owned
+        else:
+            self._over.pop(owned.name, None)

@@ -1,7 +1,8 @@
 """How much memory an answer may take, by what is asked for: known before any of it is computed.
 
-The numbers are for CPython's objects and for JSON, which is made of them: measured, and rounded up. Text is
-taken to be a language's; who steers an answer to chosen tokens may choose the longest ones of the vocabulary.
+The numbers are for CPython's objects and for JSON, which is made of them: measured, and rounded up. Each
+token of an answer is taken to be the longest of the vocabulary: a prompt can ask for that. Log-probabilities
+tell different tokens; only who steers an answer to chosen ones gets the longest there.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import orjson
 
 if TYPE_CHECKING:  # proxies need budgets, and no torch
     from stemma.engine.api import GenerationRequest
+    from stemma.model.text.tokenizer import Tokenizer
     from stemma.types import TokenArray
 
 _CHOICE_BYTES = 4096
 """Of a choice without a token."""
-TEXT_BYTES, LONG_TEXT_BYTES = 160, 640
-"""Of a token: its text, id and part of the JSON; with the longest texts."""
+_TOKEN_BYTES = 100
+"""Of a token, beside what the length of its text adds."""
 _LOGPROB_BYTES, _LONG_LOGPROB_BYTES = 400, 1600
 """Of one log-probability of a generated token: its own, or one of the likeliest."""
 _PROMPT_LOGPROB_BYTES = 400
@@ -38,6 +40,10 @@ PARSED_BYTES = 16
 """Of a byte of stored JSON, once it is parsed."""
 NUMBER_BYTES = 96
 """Of one of the numbers of a vector."""
+_WIDEST = 4
+"""Of a character of a text that holds any beyond U+FFFF."""
+_AT_WORK = 3
+"""Texts of one choice while it is read and written."""
 _COPIES = 2
 """JSON grows in a buffer of up to twice its size."""
 
@@ -45,6 +51,26 @@ _COPIES = 2
 def text_bytes(text: str) -> int:
     """Return what a text takes that an answer repeats, as it is and as JSON."""
     return getsizeof(text) + len(orjson.dumps(text))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSize:
+    """The most that a generated token takes, in bytes."""
+
+    each: int
+    """Its id, its text in a piece and in the whole answer, its part of the JSON."""
+    text: int
+    """Its part of one more text of an answer, which is as wide as its widest character."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> TokenSize:
+        """Return that of the longest token of a vocabulary."""
+        longest = [
+            (getsizeof(text) + _COPIES * len(orjson.dumps(text)), _WIDEST * len(text))
+            for text in tokenizer.longest_texts
+        ]
+        most = max((piece + text for piece, text in longest), default=0)
+        return cls(_TOKEN_BYTES + most, max((text for _, text in longest), default=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +82,8 @@ class Told:
     """With each choice."""
     token: int = 0
     """With each generated token."""
+    num_texts: int = 0
+    """How often each choice's text is repeated."""
     repeats_logprobs: bool = False
     """Whether each choice repeats the prompt's log-probabilities."""
 
@@ -75,8 +103,13 @@ class AnswerSize:
     by_field: dict[str, int]
 
     @classmethod
-    def of(cls, request: GenerationRequest, num_choices: int, num_tokens: int, told: Told) -> AnswerSize:
-        """Return the size of the answer to `request`: `num_tokens` at most, over all choices."""
+    def of(
+        cls, request: GenerationRequest, num_choices: int, num_tokens: int, told: Told, token: TokenSize
+    ) -> AnswerSize:
+        """Return the size of the answer to `request`: `num_tokens` at most, over all choices.
+
+        `token`: the most that one takes.
+        """
         params, num_prompt = request.params, len(request.prompt_token_ids)
         is_steered = bool(params.allowed_token_ids or params.logit_bias)
         num_tops = 0 if params.logprobs is None else 1 + params.logprobs
@@ -84,7 +117,8 @@ class AnswerSize:
         echoed = (num_choices - 1) * _ECHOED_LOGPROB_BYTES if told.repeats_logprobs else 0
         return cls(
             {
-                "max_tokens": num_tokens * (LONG_TEXT_BYTES if is_steered else TEXT_BYTES),
+                "max_tokens": num_tokens * (token.each + told.num_texts * token.text)
+                + _AT_WORK * token.text * num_tokens // max(1, num_choices),
                 "logprobs": num_tokens * num_tops * (_LONG_LOGPROB_BYTES if is_steered else _LOGPROB_BYTES),
                 "prompt_logprobs": num_prompt * num_prompt_tops * (_PROMPT_LOGPROB_BYTES + echoed),
                 "prompt": _COPIES * (told.once + num_choices * told.each + num_tokens * told.token),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stemma.budgets import TENANT_SHARE, Budget, BudgetState, Holding
 from stemma.config.settings import Settings
 from stemma.errors import InvalidRequest, OverBudget
-from stemma.server.admission.answers import NOTHING_ELSE, AnswerSize, Told
+from stemma.server.admission.answers import NOTHING_ELSE, AnswerSize, TokenSize, Told
 from stemma.server.admission.rates import RateLimits
 from stemma.server.tenants.keyfile import Tenant
 
@@ -35,6 +35,8 @@ class Admission:
         self.answers = shared(
             "answer_bytes", "bytes of answers, beside their text", settings.server.answer_memory
         )
+        self.token = TokenSize.of(engine.tokenizer)
+        """The most that a token of an answer takes."""
         self._max_answer_bytes = settings.requests.max_answer_bytes
         self.tokenizing = shared(
             "tokenizing_queue", "prompts that wait to be tokenized", max(1, scheduler.max_waiting)
@@ -70,7 +72,8 @@ class Admission:
 
     def size_of(self, request: GenerationRequest, told: Told = NOTHING_ELSE) -> AnswerSize:
         """Return the most that the answer to `request` may take."""
-        return AnswerSize.of(request, num_sequences_of(request), self.most_output(request), told)
+        num_sequences, num_tokens = num_sequences_of(request), self.most_output(request)
+        return AnswerSize.of(request, num_sequences, num_tokens, told, self.token)
 
     def hold(self, size: AnswerSize, owner: str, holding: Holding) -> None:
         """Take the bytes of an answer into `holding`, which is closed once they have left.

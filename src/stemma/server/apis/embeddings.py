@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from stemma.engine.pooling import Pooling, Vector
 from stemma.errors import GenerationFailed
+from stemma.server.admission.answers import NUMBER_BYTES
 from stemma.server.answers.usage import UsageMeter
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.collected import Collected
@@ -47,7 +48,8 @@ async def create_embeddings(request: Request) -> Response:
         param="input",
     )
     request_id = new_request_id("embd")
-    asked = pooling_asked(request_id, prompts, Pooling(embedding.kind), body, adapter, embedding.size)
+    size = NUMBER_BYTES * embedding.size
+    asked = pooling_asked(request_id, prompts, Pooling(embedding.kind), body, adapter, size)
     turns = [context.turns.build(request, "embeddings", one) for one in asked]
     results = await context.runner.run_to_end(request, turns)
     vectors = [vector_of(result) for result in results]

@@ -26,6 +26,7 @@ from stemma.server.turn.pooling import pooling_asked, read_pairs
 from stemma.server.turn.run import new_request_id
 
 router = Router(openai_error)
+_KEPT_NUMBER_BYTES = 4
 
 
 @router.post("/rerank", TENANT, openapi_extra=takes(RerankRequest))
@@ -80,7 +81,10 @@ async def _scored(
         context.intake, scoring, pairs, body.instruction, param=param, salt=body.cache_salt or ""
     )
     request_id = new_request_id(api)
-    asked = pooling_asked(request_id, read.prompts, scoring.pooling, body, adapter)
+    num_kept = context.engine.abilities.hidden_size if scoring.pooling.needs_hidden else 0
+    asked = pooling_asked(
+        request_id, read.prompts, scoring.pooling, body, adapter, _KEPT_NUMBER_BYTES * num_kept
+    )
     turns = [context.turns.build(request, api, one) for one in asked]
     results = await context.runner.run_to_end(request, turns)
     vectors = [vector_of(result) for result in results]

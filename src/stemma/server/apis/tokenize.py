@@ -10,7 +10,8 @@ from starlette.responses import Response
 from stemma import __version__
 from stemma.errors import InvalidRequest
 from stemma.model.vision.prompt import vocabulary_ids
-from stemma.server.admission.answers import ENTRY_BYTES, LISTED_ID_BYTES, LONG_TEXT_BYTES
+from stemma.server.admission.answers import ENTRY_BYTES, LISTED_ID_BYTES
+from stemma.server.admission.ledger import Admission
 from stemma.server.entry import hold
 from stemma.server.errors import json_response, openai_error, tgi_error
 from stemma.server.openapi import takes
@@ -82,7 +83,8 @@ async def detokenize(request: Request) -> Response:
     highest = max(body.tokens, default=0)
     if highest >= tokenizer.vocab_size:
         raise InvalidRequest(f"{highest} is no token id of this model", param="tokens")
-    hold(request, "tokens", LONG_TEXT_BYTES * len(body.tokens))
+    admission: Admission = request.app.state.admission
+    hold(request, "tokens", admission.token.each * len(body.tokens))
     text = await context.intake.tokenize_in_thread(
         lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
     )

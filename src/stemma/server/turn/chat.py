@@ -40,6 +40,8 @@ class ChatAsked:
     theirs, and no image stands in it."""
     texts: Mapping[str, TextGrammar] = field(default_factory=dict)
     """The forms of texts that tools take, which chat has no field for."""
+    num_texts: int = 0
+    """How often its API repeats the text of an answer."""
     hinted: Callable[[Hints, Prompt], Awaitable[Hints]] = _as_they_are
     """Returns the body's hints with those that the plane has words of its own for."""
 
@@ -69,7 +71,10 @@ async def chat_turn(context: ApiContext, http: Request, asked: ChatAsked) -> Tur
             adapter=adapter,
             beam=beam,
             roles=tuple(message.role for message in body.messages),
-            told=told_ids(prompt.token_ids) if body.return_token_ids else NOTHING_ELSE,
+            told=replace(
+                told_ids(prompt.token_ids) if body.return_token_ids else NOTHING_ELSE,
+                num_texts=asked.num_texts,
+            ),
             reader=reader,
             next_turn=following,
         ),

@@ -10,7 +10,7 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.scoring import Scoring
 from stemma.errors import InvalidRequest
 from stemma.model.lora.adapter import Adapter
-from stemma.server.admission.answers import NUMBER_BYTES, Told
+from stemma.server.admission.answers import ID_BYTES, Told
 from stemma.server.schemas.shared import KeptRequest
 from stemma.server.turn.build import Asked, Prompt
 from stemma.server.turn.hints import hints_of
@@ -28,11 +28,11 @@ def pooling_asked(
     pooling: Pooling,
     body: KeptRequest,
     adapter: Adapter | None,
-    num_told: int = 0,
+    vector_bytes: int,
 ) -> list[Asked]:
-    """Return what is asked for the vector of each prompt, of which the answer tells `num_told` numbers.
+    """Return what is asked for the vector of each prompt, which takes so many bytes, told or kept.
 
-    `name` begins their ids.
+    `name` begins their ids. All prompts are there until the last has its vector, and some are told again.
     """
     hints = hints_of(body)
     return [
@@ -43,7 +43,7 @@ def pooling_asked(
             hints=hints,
             pooling=pooling,
             adapter=adapter,
-            told=Told(once=NUMBER_BYTES * num_told),
+            told=Told(once=vector_bytes + ID_BYTES * len(tokens)),
         )
         for index, tokens in enumerate(prompts)
     ]

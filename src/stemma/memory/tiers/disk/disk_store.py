@@ -29,6 +29,7 @@ from stemma.memory.tiers.disk.record import (
     hints_in,
     owners_in,
     sound_records,
+    with_hint,
     with_last_use,
 )
 from stemma.memory.tiers.disk.restored import restored_blocks
@@ -401,6 +402,22 @@ class DiskStore(SlottedStore):
         ttl_s = records["ttl_s"].astype(np.float64)
         self._ttl_s[found.slots] = np.where(np.isnan(ttl_s), self._default_ttl_s, ttl_s)
 
+    def _renewed(self, slots: Sequence[int]) -> None:
+        if self.read_only:
+            return
+        try:
+            for slot in slots:
+                at = slot * RECORD_BYTES
+                self._write_record(
+                    slot, with_hint(bytes(self._table[at : at + RECORD_BYTES]), self._hints[slot])
+                )
+        except OSError as error:
+            self.counters.reasons[_reason(error)] += 1
+
+    def _write_record(self, slot: int, record: bytes) -> None:
+        self._table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = record
+        self._slabs.write_index(slot, record)
+
     def _free_all(self) -> None:
         self._write_last_uses()
         self._slabs.close()
@@ -416,8 +433,7 @@ class DiskStore(SlottedStore):
             for slot in np.flatnonzero(behind).tolist():
                 at = slot * RECORD_BYTES
                 record = with_last_use(bytes(self._table[at : at + RECORD_BYTES]), float(self._used_at[slot]))
-                self._table[at : at + RECORD_BYTES] = record
-                self._slabs.write_index(slot, record)
+                self._write_record(slot, record)
         except OSError as error:
             self.counters.reasons[_reason(error)] += 1
 

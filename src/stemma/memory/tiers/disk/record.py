@@ -122,6 +122,14 @@ def with_last_use(packed: bytes, used_at: float) -> bytes:
     return bytes(fields) + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
 
 
+def with_hint(packed: bytes, hint: RetentionHint) -> bytes:
+    """Return a packed record with another hint."""
+    fields = bytearray(packed[: _FIELDS.size])
+    struct.pack_into("<B", fields, 6, hint.priority)
+    struct.pack_into("<f", fields, 112, math.nan if hint.ttl_s is None else hint.ttl_s)
+    return bytes(fields) + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+
+
 def block_checksum(key: BlockKey, generation: int, data: memoryview) -> int:
     """Return the XXH3-64 of `data`, seeded with key and generation."""
     seed = xxhash.xxh3_64_intdigest(key + _CHECK.pack(generation))

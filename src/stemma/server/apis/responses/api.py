@@ -58,6 +58,8 @@ KNOWN_INCLUDES = frozenset({"message.output_text.logprobs", "reasoning.encrypted
 """Values of `include` that a model without tools of its own could give; here it has no effect."""
 STORED_PRIORITY = DEFAULT_PRIORITY + 10
 """Priority of the blocks of stored conversations, which are likely to be continued."""
+_NUM_TEXTS = 5
+"""Times that an answer's text is there beside the first: in its items, stored, for the next turn."""
 
 
 @router.post("/v1/responses", TENANT, sends=(JSON_TYPE, EVENTS_TYPE), openapi_extra=takes(ResponsesRequest))
@@ -73,8 +75,15 @@ async def create_response(request: Request) -> Response:
     history = [*past.messages, *chat_messages(body.input)]
     chat = validate(ChatRequest, chat_fields(body, _with_instructions(body, history)))
     response_id = new_id("resp")
-    hinted = partial(_retained, stores, body)
-    asked = ChatAsked(response_id, "responses", chat, past.token_ids, text_grammars(body), hinted)
+    asked = ChatAsked(
+        response_id,
+        "responses",
+        chat,
+        past.token_ids,
+        texts=text_grammars(body),
+        num_texts=_NUM_TEXTS,
+        hinted=partial(_retained, stores, body),
+    )
     turn = await chat_turn(context, request, asked)
     reply = _Reply(context, stores, body, turn, owner, history, past.items, whole_items(body.input))
     if body.stream:
