@@ -2,7 +2,7 @@
 
 Who takes from a budget gives back; who would exceed it gets one of two errors, both worth a retry:
 `RateLimited` if the owner's share is used up, `Overloaded` if the budget of all is. Used by the engine
-(compiled grammars) and by the server, whose `server/admission` lists them all.
+(compiled grammars) and by the server, whose `server/door` lists them all.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from stemma.cli import make_app
-from stemma.server.tenants.keyfile import add_key
+from stemma.server.door.keyfile import add_key
 from tests.adapters import write_adapter
 from tests.e2e.conftest import Served, start_server
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from stemma.server.tenants.keyfile import add_key
+from stemma.server.door.keyfile import add_key
 from tests.e2e.conftest import start_server
 
 MONITORING = Path(__file__).resolve().parents[2] / "examples" / "monitoring"

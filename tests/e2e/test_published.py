@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stemma.cli import make_app
-from stemma.server.tenants.keyfile import add_key
+from stemma.server.door.keyfile import add_key
 from tests.e2e.conftest import BLOCK_SIZE, Served, start_server
 from tests.e2e.tenant import Tenant, random_prompt
 

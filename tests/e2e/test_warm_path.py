@@ -1,7 +1,7 @@
 """What of the code a chat crosses whose prompt is cached: a ratchet that only turns towards less.
 
 The goal is 90 files, 20 rooms and 150 changes of room. What is counted depends on the steps that a
-threaded engine takes, so there is some room above what was measured: 126 files, 25 rooms, 255 to 285 changes.
+threaded engine takes, so there is some room above what was measured: 129 files, 25 rooms, 279 to 288 changes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.e2e.conftest import Served, start_server
 from tests.e2e.path_walk import profiled
 
-MOST_FILES, MOST_ROOMS, MOST_CHANGES = 132, 26, 300
+MOST_FILES, MOST_ROOMS, MOST_CHANGES = 132, 25, 300
 QUESTION = {"role": "user", "content": "tell me about trees and their leaves, please, " * 8}
 
 

@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
 from stemma.server.app import ROUTERS, create_app
+from stemma.server.door.keyfile import add_key
 from stemma.server.errors import openai_error
 from stemma.server.routes import PUBLIC, Audience, AudienceRoute, Router
-from stemma.server.tenants.keyfile import add_key
 from tests.server.scripted_engine import ScriptedEngine
 
 REFUSED = (401, 403)

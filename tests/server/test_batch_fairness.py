@@ -19,7 +19,7 @@ from stemma.server.batches import batches
 from stemma.server.batches.seats import FairSeats
 from stemma.server.batches.storage import BatchStorage
 from stemma.server.batches.store import BATCH_BYTES, FILE_BYTES
-from stemma.server.tenants.keyfile import add_key
+from stemma.server.door.keyfile import add_key
 from tests.server.batch_client import begun, line, records, sent, waited
 from tests.server.scripted_engine import ScriptedEngine
 

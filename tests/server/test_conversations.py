@@ -12,7 +12,7 @@ import pytest
 
 from stemma.config.settings import Settings
 from stemma.server.app import create_app
-from stemma.server.tenants.keyfile import add_key
+from stemma.server.door.keyfile import add_key
 from tests.server.scripted_engine import ScriptedEngine
 
 

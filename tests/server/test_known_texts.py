@@ -15,7 +15,7 @@ from stemma.config.settings import Settings
 from stemma.model.text.text_cuts import PIECE_CHARS
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.app import create_app
-from stemma.server.tenants.keyfile import add_key
+from stemma.server.door.keyfile import add_key
 from stemma.server.turn.intake import MOST_CHARS
 from stemma.server.turn.known_texts import MAX_CHARS, MIN_CHARS, KnownTexts
 from stemma.types import TokenArray

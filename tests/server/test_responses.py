@@ -17,7 +17,7 @@ from stemma.server.answers.events import CallArguments, CallStart, Content, Reas
 from stemma.server.apis.responses.items import chat_messages
 from stemma.server.apis.responses.output import OutputItems
 from stemma.server.app import create_app
-from stemma.server.tenants.keyfile import add_key
+from stemma.server.door.keyfile import add_key
 from stemma.server.turn.next_turn import continued
 from stemma.types import NO_RETENTION, as_tokens
 from tests.server.scripted_engine import ScriptedEngine

@@ -14,7 +14,7 @@ import pytest
 
 from stemma.config.settings import ServerSettings, TLSSettings
 from stemma.errors import ConfigError
-from stemma.server.access import Access
+from stemma.server.door.access import Access
 from stemma.server.transport.dev_ca import DevCA, Issued
 from stemma.server.transport.planes import Plane, plane_of
 from stemma.server.transport.tls import ReloadableContext, load_context

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from stemma.config.settings import ServerSettings
-from stemma.server.access import Access
+from stemma.server.door.access import Access
 from stemma_router.routing.fleet import create_fleet_app
 from stemma_router.routing.relay import RouteOptions
 from stemma_router.routing.server_list import FleetServer

@@ -265,7 +265,7 @@ def _export_from_directory(
     from stemma.memory.tiers.bundle import write_bundle
     from stemma.memory.tiers.disk.existing import find_space, open_existing, space_of
     from stemma.prefix.keys import Namespace
-    from stemma.server.tenants.published import PublishedPrefixes
+    from stemma.server.door.published import PublishedPrefixes
 
     found = find_space(directory, space)
     store = open_existing(found)

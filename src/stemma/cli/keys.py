@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stemma.server.tenants.keyfile import KeyFile, add_key
+from stemma.server.door.keyfile import KeyFile, add_key
 
 app = typer.Typer(no_args_is_help=True, help="API keys and the tenants that they belong to.")
 

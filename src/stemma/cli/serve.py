@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from stemma.engine.async_engine import AsyncEngine
     from stemma.engine.build import EngineParts
     from stemma.model.text.tokenizer import Tokenizer
-    from stemma.server.access import Access
+    from stemma.server.door.access import Access
     from stemma.server.transport.planes import Listeners
 
 Report: TypeAlias = Callable[[str, float], None]
@@ -99,7 +99,7 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
 
             import_models()
             from stemma.engine.async_engine import AsyncEngine
-            from stemma.server.access import is_loopback
+            from stemma.server.door.access import is_loopback
 
             access, listeners = open_front(settings, stack)
             importing = beside.submit(import_module, "stemma.server.runtime")
@@ -153,7 +153,7 @@ def open_front(settings: Settings, stack: ExitStack) -> tuple[Access, Listeners]
 
     Raises ConfigError for keys, certificates, a ledger or addresses that a server can't have.
     """
-    from stemma.server.access import Access
+    from stemma.server.door.access import Access
     from stemma.server.transport.planes import listen, listen_planes
 
     access = Access(settings.server)

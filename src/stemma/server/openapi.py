@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from stemma.errors import InvalidRequest
-from stemma.server.access import BYTES_TYPE, FORM_TYPE, JSON_TYPE
+from stemma.server.door.access import BYTES_TYPE, FORM_TYPE, JSON_TYPE
 from stemma.server.errors import anthropic_error, json_response, openai_error, tgi_error
 from stemma.server.routes import PUBLIC, AudienceRoute, Router
 

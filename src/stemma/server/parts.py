@@ -12,8 +12,6 @@ from stemma.config.settings import Settings
 from stemma.config.words import read_secret
 from stemma.engine.client import EngineClient
 from stemma.insight.divergence.window import DivergenceWindow
-from stemma.server.access import Access
-from stemma.server.admission.ledger import Admission
 from stemma.server.answers.families import answer_format
 from stemma.server.answers.logprobs import TokenTexts
 from stemma.server.apis import embeddings, openai_chat, openai_completions
@@ -21,6 +19,10 @@ from stemma.server.apis.responses import api as responses
 from stemma.server.apis.responses.store import OwnedStore, Stores
 from stemma.server.batches.batches import Batches
 from stemma.server.batches.calls import Handler, LocalCalls
+from stemma.server.door.access import Access
+from stemma.server.door.ledger import Admission
+from stemma.server.door.published import PublishedPrefixes
+from stemma.server.door.quotas import CacheQuotas
 from stemma.server.history.parts import WrittenHistory
 from stemma.server.history.preparing import TurnPreparer
 from stemma.server.lifecycle import Lifecycle
@@ -34,8 +36,6 @@ from stemma.server.observe.usage_ledger import UsageLedger
 from stemma.server.observe.watches import Watches
 from stemma.server.operator.context import OperatorContext, alias_names
 from stemma.server.operator.late_pool import attaching_late_pool
-from stemma.server.tenants.published import PublishedPrefixes
-from stemma.server.tenants.quotas import CacheQuotas
 from stemma.server.turn.build import TurnBuilder
 from stemma.server.turn.context import ApiContext
 from stemma.server.turn.intake import Intake

@@ -19,8 +19,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute
 
 from stemma.errors import ClientDisconnected, StemmaError
-from stemma.server.access import JSON_TYPE, access_of
-from stemma.server.entry import counted_in
+from stemma.server.door.access import JSON_TYPE, access_of
+from stemma.server.door.entry import counted_in
 from stemma.server.errors import STATUS_CLIENT_CLOSED, ErrorShape
 from stemma.server.transport.headers import IS_HEAD
 

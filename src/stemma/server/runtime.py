@@ -20,10 +20,10 @@ from starlette.types import ASGIApp
 from stemma.config.settings import ServerSettings, Settings
 from stemma.engine.client import EngineClient
 from stemma.engine.core import tally
-from stemma.server.access import Access
-from stemma.server.admission.ledger import Admission
-from stemma.server.admission.sockets import OpenSockets
 from stemma.server.app import create_app
+from stemma.server.door.access import Access
+from stemma.server.door.ledger import Admission
+from stemma.server.door.sockets import OpenSockets
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe import request_log
 from stemma.server.transport.acceptor import AdmittingServer

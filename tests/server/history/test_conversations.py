@@ -13,7 +13,7 @@ from tests.server.scripted_engine import ScriptedEngine
 
 from stemma.config.settings import Settings
 from stemma.server.app import create_app
-from stemma.server.tenants.keyfile import add_key
+from stemma.server.door.keyfile import add_key
 
 QUESTION = {"role": "user", "content": "How deep is the river?"}
 NEXT = {"role": "user", "content": "And then?"}

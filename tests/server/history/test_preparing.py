@@ -13,8 +13,8 @@ from tests.server.scripted_engine import ScriptedEngine
 from stemma.config.settings import Settings
 from stemma.engine.api import GenerationRequest
 from stemma.server.app import create_app
+from stemma.server.door.keyfile import add_key
 from stemma.server.history.preparing import BUSY_REQUESTS, REST_S
-from stemma.server.tenants.keyfile import add_key
 
 QUESTION = {"role": "user", "content": "How deep is the river?"}
 USER, TOOL, ANSWER = (f"<|im_start|>{role}\n" for role in ("user", "tool", "assistant"))

@@ -21,7 +21,7 @@ from stemma.budgets import Budget
 from stemma.engine.sampling.grammar_store import BASE_BYTES, GrammarStore, LexerSize
 from stemma.engine.sampling.schemas import advice, rewritten
 from stemma.errors import InvalidRequest, ModelError
-from stemma.model.files.foreign_code import foreign_code
+from stemma.foreign_code import ForeignCode
 from stemma.native.masks import MaskedArgmax, masked_argmax_function
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
@@ -357,7 +357,7 @@ class GrammarCompiler:
             from llguidance.hf import from_tokenizer
 
             try:
-                with foreign_code("this model's tokenizer can't be used for structured output"):
+                with ForeignCode("this model's tokenizer can't be used for structured output"):
                     tokenizer = from_tokenizer(
                         self._hf_tokenizer,
                         n_vocab=self._room.vocab_size,

@@ -14,11 +14,11 @@ import torch
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError, UnsupportedModel
+from stemma.foreign_code import ForeignCode
 from stemma.model.attend.attention import SUPPORTED
 from stemma.model.families.registry import stacked_experts
 from stemma.model.files.directory import INDEX, lacks_metadata
 from stemma.model.files.extent import check_extent
-from stemma.model.files.foreign_code import foreign_code
 from stemma.model.files.llama_config import as_transformers
 from stemma.model.files.progress import Progress
 from stemma.model.foreign.fit import check_shapes, check_surplus
@@ -54,7 +54,7 @@ def load_modules(
     if method is not None and checkpoint.quantized is None:
         advice = f"; its weights are quantized ({method}): install what transformers needs for that, or take "
         advice += "the unquantized checkpoint"
-    with foreign_code(f"can't load {path}", advice), transformers_reports(report):
+    with ForeignCode(f"can't load {path}", advice), transformers_reports(report):
         config = as_transformers(config)
         if not runs_remote_code(settings):
             check_extent(path, config, checkpoint.stored)
@@ -66,7 +66,7 @@ def load_modules(
     unexpected = loaded["unexpected_keys"]
     codes = {name: code for name, code in checkpoint.codes.items() if name not in unexpected}
     weights = ModuleWeights(model, codes)
-    with foreign_code(f"can't run {type(model).__name__}"):
+    with ForeignCode(f"can't run {type(model).__name__}"):
         if not model._can_set_attn_implementation():
             raise UnsupportedModel(f"{type(model).__name__} has no attention interface. {SUPPORTED}")
         return model.to(device).eval().requires_grad_(False), weights

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from stemma.errors import UnsupportedModel
+from stemma.foreign_code import ForeignCode
 from stemma.model.attend.attention import SUPPORTED
 from stemma.model.families.registry import TESTED
-from stemma.model.files.foreign_code import foreign_code
 from stemma.model.opened.same_bits import median_error
 from stemma.model.opened.selfcheck import CHUNKS, LIMITS, NUM_TOKENS, Reference, check_logits
 
@@ -106,7 +106,7 @@ def take_reference(hf_model: Any) -> Reference:
     tokens = _prompt(hf_model.config, vocab_size)
     other = torch.cat((tokens[: CHUNKS[0]], tokens[CHUNKS[0] :].flip(0)))
     both = torch.stack((tokens, other)).to(hf_model.device)
-    with foreign_code(f"{name} doesn't compute logits from token ids alone", f". {SUPPORTED}"):
+    with ForeignCode(f"{name} doesn't compute logits from token ids alone", f". {SUPPORTED}"):
         logits = hf_model(input_ids=both, use_cache=False).logits.float().cpu()
     if logits.shape != (2, NUM_TOKENS, vocab_size):
         raise UnsupportedModel(

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from stemma.errors import ModelError
+from stemma.foreign_code import ForeignCode
 from stemma.model.cpu.packing import Packing
 from stemma.model.files.directory import StoredTensor
-from stemma.model.files.foreign_code import foreign_code
 from stemma.model.foreign.linears import pack_linears, plain_layers
 from stemma.model.foreign.rowwise import RowwiseOperations
 from stemma.model.foreign.weights import ModuleWeights
@@ -47,7 +47,7 @@ def load_encoder(
     """Return the encoder with its weights, in `dtype`. Raises ModelError if its config makes others."""
     make = config.family.make_tower
     advice = "; compare config.json with the one the checkpoint was published with"
-    with foreign_code(f"can't load the vision encoder of {path}", advice):
+    with ForeignCode(f"can't load the vision encoder of {path}", advice):
         _check_depth(path, config, len(stored))
         with torch.device("meta"):
             check_tower(path, make(config.whole, dtype).modules, stored)

@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.utils.match import match_name
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.files.foreign_code import foreign_code
+from stemma.foreign_code import ForeignCode
 from stemma.model.formats.checkpoint import (
     PER_TOKEN,
     UNQUANTIZED,
@@ -67,7 +67,7 @@ def _parse(tensors: CheckpointTensors, quantization: dict[str, Any]) -> Quantiza
     if quantization.get("transform_config"):
         raise UnsupportedModel(f"{tensors.path} rotates activations (transform_config). {_READ}")
     known = {name: value for name, value in quantization.items() if name in QuantizationConfig.model_fields}
-    with foreign_code(f"{tensors.path} has a quantization_config that compressed-tensors doesn't read"):
+    with ForeignCode(f"{tensors.path} has a quantization_config that compressed-tensors doesn't read"):
         config = QuantizationConfig.model_validate(known)
     named = {config.format, *(scheme.format for scheme in config.config_groups.values())} - {None}
     if other := sorted(str(name) for name in named if name not in _FORMATS):

@@ -11,6 +11,7 @@ from typing import TypeGuard
 
 import torch
 
+from stemma.foreign_code import ForeignCode
 from stemma.model.cpu.fused import FusedDecoder, PackedWeights, pack_weights
 from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cpu.packing import Packing
@@ -19,7 +20,6 @@ from stemma.model.families.layout import ModelLayout
 from stemma.model.families.prediction import is_prediction
 from stemma.model.families.registry import contained_layout, family_of
 from stemma.model.files.directory import weight_files
-from stemma.model.files.foreign_code import foreign_code
 from stemma.model.foreign.loading import model_class
 from stemma.model.foreign.packing import pack_modules
 from stemma.model.foreign.rowwise import RowwiseOperations
@@ -50,7 +50,7 @@ def fitting_layout(checkpoint: Checkpoint) -> ModelLayout | None:
         return None
     shapes = checkpoint.shapes()
     advice = "; compare config.json with the one the checkpoint was published with"
-    with foreign_code(f"can't load {checkpoint.path}", advice):  # a config may hold anything
+    with ForeignCode(f"can't load {checkpoint.path}", advice):  # a config may hold anything
         layout = contained_layout(checkpoint.config, checkpoint.dtype, shapes)
     if layout is None:
         return None

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import transformers
 
+from stemma.foreign_code import ForeignCode
 from stemma.model.attend.attention import AttentionCall
 from stemma.model.cpu.weight_memory import weights_together
 from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.families.cuts import Cuts
 from stemma.model.files.directory import weight_files
-from stemma.model.files.foreign_code import foreign_code
 from stemma.model.foreign.attention import use_paged_attention
 from stemma.model.foreign.compression import compress_attention
 from stemma.model.foreign.decoder import ModuleDecoder
@@ -66,7 +66,7 @@ def load_by_modules(load: Load) -> Loaded:
             check_weights(model, load.settings.path, _dropping_pages(load, files, "checking weights"))
     load.report("probing", 0.0)
     reference, checked = _reference(load, hf_model)
-    with foreign_code(f"can't run {architecture}"):
+    with ForeignCode(f"can't run {architecture}"):
         use_paged_attention(hf_model)
         cache_latents(hf_model)
         index_latents(hf_model)
@@ -147,7 +147,7 @@ def _decoder(
         use_graphs = load.settings.cuda_graphs and group is None
         return make_cuda_decoder(hf_model, load.device, max_context=load.max_model_len, use_graphs=use_graphs)
     advice = "; compare config.json with the one the checkpoint was published with"
-    with foreign_code(f"can't run {type(hf_model).__name__}", advice):
+    with ForeignCode(f"can't run {type(hf_model).__name__}", advice):
         if layer is None:
             return ModuleDecoder(hf_model, weights, packing)
         main = StatesOfModules(hf_model, weights, packing)

@@ -31,6 +31,7 @@ from torch import nn
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError
+from stemma.foreign_code import ForeignCode
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import StateLayout, StatePart
 from stemma.model.attend.attention import StepContext
@@ -40,7 +41,6 @@ from stemma.model.attend.paged import AttentionStep
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.families.prediction import Prediction
 from stemma.model.families.registry import PREDICTING
-from stemma.model.files.foreign_code import foreign_code
 from stemma.model.foreign.attention import STEP_KEYWORD, use_paged_attention
 from stemma.model.foreign.decoder import ModuleDecoder
 from stemma.model.foreign.latent import cache_latents
@@ -368,7 +368,7 @@ def _build(
     state = {"model.norm.weight": weights.pop(how.final_norm)}
     state |= {f"model.layers.0.{name.removeprefix(how.block)}": one for name, one in weights.items()}
     doing = f"can't load the MTP layer of {path}"
-    with foreign_code(doing), transformers_reports(lambda _stage, _share: None):
+    with ForeignCode(doing), transformers_reports(lambda _stage, _share: None):
         model, loaded = model_class.from_pretrained(
             None, config=config, state_dict=state, **loading_options(checkpoint.dtype)
         )

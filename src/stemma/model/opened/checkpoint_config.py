@@ -15,12 +15,12 @@ from transformers import AutoConfig
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError, UnsupportedModel
+from stemma.foreign_code import ForeignCode
 from stemma.memory.device.kv import TORCH_DTYPES
 from stemma.model.attend.attention import SUPPORTED
 from stemma.model.families.registry import family_of
 from stemma.model.files.directory import CONFIG, StoredTensor, check_directory, has_file, is_gguf, read_json
 from stemma.model.files.extent import check_counts
-from stemma.model.files.foreign_code import foreign_code
 from stemma.model.files.llama_config import read_llama_config
 from stemma.model.vision.checkpoint import text_config_of, vision_config_of
 from stemma.model.vision.family import VisionConfig
@@ -86,7 +86,7 @@ def load_config(settings: ModelSettings) -> Any:
             f"{path} brings its own Python code; if you trust it, allow it with trust_remote_code"
         )
     check_counts(path, raw)
-    with foreign_code(
+    with ForeignCode(
         f"transformers can't read {path / CONFIG}",
         "; compare it with the one the checkpoint was published with",
     ):
@@ -103,7 +103,7 @@ def _load_gguf_config(settings: ModelSettings) -> Any:
     from stemma.model.files.gguf_header import read_header
     from stemma.model.formats.gguf.config import read_config
 
-    with foreign_code(f"transformers can't use the metadata of {settings.path}"):
+    with ForeignCode(f"transformers can't use the metadata of {settings.path}"):
         config = read_config(read_header(settings.path))
         _check_architecture(settings, config)
     return config
@@ -200,7 +200,7 @@ def dtype_of(settings: ModelSettings, config: Any, stored: list[StoredTensor]) -
 def max_model_len(settings: ModelSettings, config: Any) -> int:
     """Return the longest prompt and output together, in tokens. Raises ConfigError, ModelError."""
     """Return the longest prompt and output together, in tokens. Raises ConfigError, ModelError."""
-    with foreign_code(f"{settings.path} has a config.json whose context length can't be read"):
+    with ForeignCode(f"{settings.path} has a config.json whose context length can't be read"):
         limit = context_limit(config.get_text_config())
     if limit is not None and limit < 2:
         raise ModelError(f"{settings.path}: config.json says that the model's context is {limit} tokens")

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from stemma.errors import ModelError, UnsupportedModel
+from stemma.foreign_code import ForeignCode
 from stemma.model.attend.attention import SUPPORTED
-from stemma.model.files.foreign_code import foreign_code
 from stemma.model.opened.causal_lm import CausalLM
 from stemma.model.opened.same_bits import Piece, check_same_bits, median_error, run_pieces
 
@@ -56,13 +56,13 @@ def check_served(
     name = model.info.architecture
     if reference is None:
         tokens = torch.arange(1, 4) % model.vocab_size
-        with foreign_code(f"{name} fails on its first tokens"):
+        with ForeignCode(f"{name} fails on its first tokens"):
             [logits] = run_pieces(model, [Piece(tokens)], [[(0, 0, len(tokens))]])
             check_logits(name, logits)
         return
     chunks = CHUNKS if model.max_model_len >= NUM_TOKENS else (1, model.max_model_len - 1)
     tokens = reference.token_ids[: sum(chunks)]
-    with foreign_code(f"{name} can't be served: it fails on a prompt in two chunks", f". {SUPPORTED}"):
+    with ForeignCode(f"{name} can't be served: it fails on a prompt in two chunks", f". {SUPPORTED}"):
         cut, end = chunks[0], sum(chunks)
         [logits] = run_pieces(model, [Piece(tokens)], [[(0, 0, cut)], [(0, cut, end)]])
     check_logits(name, logits)
@@ -81,7 +81,7 @@ def check_served(
             f"(off by {second:.0%} of their spread). It may count positions itself or keep state other than "
             f"KV. {SUPPORTED}"
         )
-    with foreign_code(f"{name} can't be served: it fails beside another prompt", f". {SUPPORTED}"):
+    with ForeignCode(f"{name} can't be served: it fails beside another prompt", f". {SUPPORTED}"):
         # Without our kernels rounding depends on a row's place, about as much as it differs from theirs.
         check_same_bits(model, tokens, None if same_bits else 1e-3 + 2 * max(first, second))
 

@@ -16,8 +16,8 @@ from jinja2.meta import find_undeclared_variables
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 
 from stemma.errors import InvalidRequest, ModelError
+from stemma.foreign_code import ForeignCode
 from stemma.model.files.directory import has_file, is_gguf, read_json
-from stemma.model.files.foreign_code import foreign_code
 from stemma.model.files.generation import ends_messages_only
 from stemma.model.files.llama_config import read_llama_config
 from stemma.model.text.template_bounds import BoundedEnvironment, rendering, use_bounds
@@ -32,6 +32,8 @@ _MAX_REASON_CHARS = 300
 _MOST_ESCAPED = 6
 _TURN = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"})
 _ADVICE = "take tokenizer.json and tokenizer_config.json from where the checkpoint comes from"
+_WHILE_ENCODING = ForeignCode("the tokenizer can't encode this text", f"; {_ADVICE}")
+_WHILE_DECODING = ForeignCode("the tokenizer can't decode these ids", f"; {_ADVICE}")
 _PROCESSOR_TEMPLATE = "chat_template.json"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """A token of one byte in vocabularies that aren't byte-level."""
@@ -111,7 +113,7 @@ class Tokenizer:
     """A thin wrapper over the Hugging Face tokenizer of a checkpoint. Thread-safe to read."""
 
     def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
-        with foreign_code(f"no usable tokenizer in {path}", f"; {_ADVICE}"):
+        with ForeignCode(f"no usable tokenizer in {path}", f"; {_ADVICE}"):
             self._hf: Any = (
                 _gguf_tokenizer(path)
                 if is_gguf(path)
@@ -245,7 +247,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenArray:
         """Return the ids of `text`, int32; raise ModelError if the tokenizer fails or its ids don't fit."""
-        with foreign_code("the tokenizer can't encode this text", f"; {_ADVICE}"):
+        with _WHILE_ENCODING:
             if self._fast is not None:
                 (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
                 found = encoding.ids
@@ -259,7 +261,7 @@ class Tokenizer:
         Raises ModelError as `encode` does.
         """
         assert self._fast is not None
-        with foreign_code("the tokenizer can't encode this text", f"; {_ADVICE}"):
+        with _WHILE_ENCODING:
             encodings = self._fast.encode_batch_fast(list(pieces), add_special_tokens=False)
             found = [encoding.ids for encoding in encodings]
         return [_checked(ids) for ids in found]
@@ -271,7 +273,7 @@ class Tokenizer:
         """
         if len(token_ids) and max(token_ids) >= FIRST_IMAGE_ID:
             return self._decode_around_images(token_ids, skip_special_tokens=skip_special_tokens)
-        with foreign_code("the tokenizer can't decode these ids", f"; {_ADVICE}"):
+        with _WHILE_DECODING:
             text: str = self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stemma.errors import ConfigError, InvalidRequest
-from stemma.model.files.foreign_code import foreign_code
+from stemma.foreign_code import ForeignCode
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.model.vision.decoding import (
     KEPT_BYTES_PER_PIXEL,
@@ -57,7 +57,7 @@ class ImageReader:
             raise ConfigError(NEEDS_PILLOW) from error
         self.limits = limits
         self._config, self._tokenizer = config, tokenizer
-        with foreign_code(f"no usable image processor in {path}", "; take preprocessor_config.json too"):
+        with ForeignCode(f"no usable image processor in {path}", "; take preprocessor_config.json too"):
             auto: Any = AutoImageProcessor
             self._processor: Any = auto.from_pretrained(str(path), local_files_only=True, backend="pil")
             settings = self._processor.to_dict()

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from stemma.engine.pooling import Pooling, Vector
 from stemma.errors import GenerationFailed
-from stemma.server.admission.answers import NUMBER_BYTES
 from stemma.server.answers.usage import UsageMeter
+from stemma.server.door.answer_memory import NUMBER_BYTES
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes

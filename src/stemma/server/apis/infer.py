@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
-from stemma.server.access import JSON_TYPE
-from stemma.server.admission.answers import EVENT_BYTES, ID_BYTES, Told
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail, cached_header
+from stemma.server.door.access import JSON_TYPE
+from stemma.server.door.answer_memory import EVENT_BYTES, ID_BYTES, Told
 from stemma.server.errors import json_response, tgi_error
 from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes

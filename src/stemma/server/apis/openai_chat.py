@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import SequenceDelta
-from stemma.server.access import JSON_TYPE
 from stemma.server.answers.chat import AnswerReader, delta_of, message_of
 from stemma.server.answers.events import CallStart, Content, Event, Reasoning
 from stemma.server.answers.logprobs import chat_logprobs, keep_best
 from stemma.server.answers.prompt_logprobs import id_list, vllm_prompt_logprobs
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
+from stemma.server.door.access import JSON_TYPE
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes

@@ -16,11 +16,11 @@ from starlette.responses import Response
 from stemma.engine.api import RequestOutput, SequenceDelta
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.errors import InvalidRequest
-from stemma.server.access import JSON_TYPE
-from stemma.server.admission.answers import NOTHING_ELSE, Told, text_bytes, told_ids
 from stemma.server.answers.logprobs import CompletionLogprobs, TextOf, keep_best
 from stemma.server.answers.prompt_logprobs import entries, id_list, vllm_prompt_logprobs
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
+from stemma.server.door.access import JSON_TYPE
+from stemma.server.door.answer_memory import NOTHING_ELSE, Told, text_bytes, told_ids
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.collected import Collected, CollectedSequence
 from stemma.server.openapi import takes

@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
-from stemma.server.access import JSON_TYPE
-from stemma.server.admission.answers import ENTRY_BYTES, Told, text_bytes
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.logprobs import FLOOR, keep_best
 from stemma.server.answers.usage import cache_detail, cached_header
 from stemma.server.apis.tgi_tokens import stream_tokens, token_entry
 from stemma.server.apis.vllm_generate import generate_vllm
+from stemma.server.door.access import JSON_TYPE
+from stemma.server.door.answer_memory import ENTRY_BYTES, Told, text_bytes
 from stemma.server.errors import json_response, tgi_error
 from stemma.server.observe.collected import Collected, CollectedSequence
 from stemma.server.openapi import takes

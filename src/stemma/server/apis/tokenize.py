@@ -10,9 +10,9 @@ from starlette.responses import Response
 from stemma import __version__
 from stemma.errors import InvalidRequest
 from stemma.model.vision.prompt import vocabulary_ids
-from stemma.server.admission.answers import ENTRY_BYTES, LISTED_ID_BYTES
-from stemma.server.admission.ledger import Admission
-from stemma.server.entry import hold
+from stemma.server.door.answer_memory import ENTRY_BYTES, LISTED_ID_BYTES
+from stemma.server.door.entry import hold
+from stemma.server.door.ledger import Admission
 from stemma.server.errors import json_response, openai_error, tgi_error
 from stemma.server.openapi import takes
 from stemma.server.routes import TENANT, Router

@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 from stemma import __version__
 from stemma.errors import InvalidRequest, UnknownModel
-from stemma.server.access import BYTES_TYPE, JSON_TYPE, owner_of
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail, cached_header
 from stemma.server.apis.infer import one_sequence, token_prompt
 from stemma.server.apis.triton_binary import binary_outputs, infer_response, read_infer
+from stemma.server.door.access import BYTES_TYPE, JSON_TYPE, owner_of
 from stemma.server.errors import json_response, tgi_error
 from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes

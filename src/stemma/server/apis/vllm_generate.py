@@ -9,9 +9,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.server.admission.answers import Told, text_bytes
 from stemma.server.answers.logprobs import keep_best
 from stemma.server.answers.usage import cached_header
+from stemma.server.door.answer_memory import Told, text_bytes
 from stemma.server.errors import json_response, tgi_error
 from stemma.server.schemas.tgi import VLLMGenerateRequest
 from stemma.server.transport.sse import EventStream

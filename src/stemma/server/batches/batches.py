@@ -15,7 +15,6 @@ from prometheus_client.registry import Collector
 from stemma.config.settings import ServerSettings
 from stemma.engine.client import EngineClient
 from stemma.errors import InvalidRequest, RateLimited, StorageError
-from stemma.server.admission.ledger import Admission, shared
 from stemma.server.batches.calls import LocalCalls
 from stemma.server.batches.lines import LineLimits
 from stemma.server.batches.records import BATCH_PURPOSE, ENDED, Batch, BatchOrder
@@ -23,6 +22,7 @@ from stemma.server.batches.run import BatchRun
 from stemma.server.batches.seats import FairSeats
 from stemma.server.batches.storage import BatchStorage
 from stemma.server.batches.store import BatchStore
+from stemma.server.door.ledger import Admission, shared
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.metrics import ServerMetrics
 from stemma.server.schemas.json_input import max_values_of

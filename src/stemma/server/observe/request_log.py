@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from stemma.server.admission.caller import caller
+from stemma.server.door.caller import caller
 from stemma.server.observe.watches import RequestRecord
 
 logger = logging.getLogger("stemma.requests")

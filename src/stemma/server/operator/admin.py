@@ -22,7 +22,8 @@ from stemma.errors import Forbidden, InvalidRequest, StorageError, UntrustedFile
 from stemma.memory.tiers.bundle import BundleTrust
 from stemma.model.lora.adapter import Adapter
 from stemma.prefix.keys import Namespace
-from stemma.server.access import BYTES_TYPE
+from stemma.server.door.access import BYTES_TYPE
+from stemma.server.door.namespace import tenant_namespace
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.tier_metrics import tiers_as_json
 from stemma.server.openapi import parameter, takes, takes_file
@@ -31,7 +32,6 @@ from stemma.server.operator.prompts import PromptRequest, prewarm_prompt, prompt
 from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import MAX_SALT_CHARS, Name, Priority, Salt, Ttl
-from stemma.server.tenants.namespace import tenant_namespace
 from stemma.server.turn.body import body_chunks, read_object, validate
 from stemma.server.turn.models import check_model
 from stemma.types import DEFAULT_PRIORITY, Retention, RetentionHint, Tier, TokenArray

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
 from stemma.prefix.keys import Namespace
+from stemma.server.door.published import Published
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
 from stemma.server.operator.context import context_of
@@ -16,7 +17,6 @@ from stemma.server.operator.prompts import PromptRequest, prewarm_prompt, prompt
 from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import Name
-from stemma.server.tenants.published import Published
 from stemma.server.turn.body import read_object, validate
 from stemma.server.turn.models import check_model
 

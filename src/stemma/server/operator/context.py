@@ -10,15 +10,15 @@ from starlette.requests import Request
 from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
 from stemma.errors import ConfigError
-from stemma.server.access import Access
-from stemma.server.admission.ledger import Admission
+from stemma.server.door.access import Access
+from stemma.server.door.ledger import Admission
+from stemma.server.door.published import PublishedPrefixes
 from stemma.server.history.parts import WrittenHistory
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.instruments import Instruments
 from stemma.server.observe.metric_aliases import Names
 from stemma.server.observe.mindie_metrics import MINDIE_NAMES
 from stemma.server.observe.vllm_metrics import VLLM_NAMES
-from stemma.server.tenants.published import PublishedPrefixes
 from stemma.server.turn.intake import Intake
 
 ALIASES = {"vllm": VLLM_NAMES, "mindie": MINDIE_NAMES}

@@ -19,7 +19,7 @@ from functools import partial
 import uvicorn
 
 from stemma.errors import Overloaded
-from stemma.server.admission.sockets import OpenSocket, OpenSockets
+from stemma.server.door.sockets import OpenSocket, OpenSockets
 from stemma.server.transport.connections import ACCEPT_BURST
 
 logger = logging.getLogger(__name__)

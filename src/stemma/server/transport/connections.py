@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from stemma.budgets import Budget
 from stemma.config.settings import ServerSettings
-from stemma.server.admission.sockets import SOCKET, OpenSocket, OpenSockets
+from stemma.server.door.sockets import SOCKET, OpenSocket, OpenSockets
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application

@@ -7,8 +7,8 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stemma.server.access import host_name
-from stemma.server.admission.caller import Caller, begin_call
+from stemma.server.door.access import host_name
+from stemma.server.door.caller import Caller, begin_call
 from stemma.server.errors import json_response, openai_body
 from stemma.server.transport.outgoing import send_in_pieces
 

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from stemma.errors import InvalidRequest
-from stemma.server.access import tenant_of
-from stemma.server.admission.caller import caller
+from stemma.server.door.access import tenant_of
+from stemma.server.door.caller import caller
 from stemma.server.observe.ignored_hints import count_hint
 from stemma.server.schemas.base import Kinds, RequestModel, objects_at, path_of
 from stemma.server.schemas.bounds import MAX_FIELDS

@@ -14,16 +14,16 @@ from stemma.errors import Unauthorized
 from stemma.model.lora.adapter import Adapter
 from stemma.model.vision.prompt import PromptImages
 from stemma.prefix.keys import Namespace
-from stemma.server.access import Access, tenant_of
-from stemma.server.admission.answers import NOTHING_ELSE, Told
-from stemma.server.admission.caller import Caller, caller
 from stemma.server.answers.chat import AnswerReader
+from stemma.server.door.access import Access, tenant_of
+from stemma.server.door.answer_memory import NOTHING_ELSE, Told
+from stemma.server.door.caller import Caller, caller
+from stemma.server.door.namespace import tenant_namespace
+from stemma.server.door.published import PublishedPrefixes
 from stemma.server.history.joining import History
 from stemma.server.history.next_turn import NextTurn
 from stemma.server.observe.explain import is_asked
 from stemma.server.observe.prompt_parts import Difference, PromptParts, RecentPrompts
-from stemma.server.tenants.namespace import tenant_namespace
-from stemma.server.tenants.published import PublishedPrefixes
 from stemma.server.turn.hints import NO_HINTS, Hints, session_of
 from stemma.server.turn.kv_hints import Judged, judge
 from stemma.types import TokenArray

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
-from stemma.server.admission.answers import NOTHING_ELSE, told_ids
 from stemma.server.answers.chat import AnswerReader, tool_use
 from stemma.server.answers.formats.forced import TextGrammar
+from stemma.server.door.answer_memory import NOTHING_ELSE, told_ids
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.turn.build import Asked, Prompt, Turn
 from stemma.server.turn.context import ApiContext

@@ -15,7 +15,7 @@ from typing import Any
 from stemma.errors import InvalidRequest
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.model.vision.prompt import ReadImage
-from stemma.server.admission.caller import caller
+from stemma.server.door.caller import caller
 from stemma.server.history.answers import scope_of
 from stemma.server.history.joining import HistoryJoiner
 from stemma.server.observe.ignored_hints import count_hint

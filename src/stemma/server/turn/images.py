@@ -12,7 +12,7 @@ from stemma.errors import InvalidRequest
 from stemma.model.vision.prompt import ReadImage
 from stemma.model.vision.reading import ImageReader
 from stemma.model.vision.sources import ImageSource, bytes_of_data_url, is_data_url
-from stemma.server.admission.caller import caller
+from stemma.server.door.caller import caller
 from stemma.server.turn.fetching import ImageFetcher
 from stemma.workers import WorkerThreads
 

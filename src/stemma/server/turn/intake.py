@@ -12,8 +12,8 @@ from stemma.budgets import Budget
 from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
 from stemma.errors import InvalidRequest
-from stemma.server.admission.caller import caller
-from stemma.server.admission.ledger import Admission
+from stemma.server.door.caller import caller
+from stemma.server.door.ledger import Admission
 from stemma.server.history.joining import HistoryJoiner
 from stemma.server.turn.images import RequestImages
 from stemma.server.turn.known_texts import KnownTexts

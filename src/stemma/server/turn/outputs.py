@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import Any
 
 from stemma.engine.api import PromptProgress, RequestOutput
-from stemma.server.admission.ledger import Reserved
 from stemma.server.answers.usage import cached_header
+from stemma.server.door.ledger import Reserved
 from stemma.server.observe.collected import Collected
 from stemma.server.transport.sse import event
 

@@ -25,13 +25,13 @@ from stemma.errors import (
     StemmaError,
     TookTooLong,
 )
-from stemma.server.access import tenant_of
-from stemma.server.admission.caller import caller
-from stemma.server.admission.ledger import Admission, Reserved
+from stemma.server.door.access import tenant_of
+from stemma.server.door.caller import caller
+from stemma.server.door.ledger import Admission, Reserved
+from stemma.server.door.quotas import CacheQuotas
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.collected import Collected, Observers
 from stemma.server.observe.metrics import ServerMetrics
-from stemma.server.tenants.quotas import CacheQuotas
 from stemma.server.transport.incoming import unless_disconnected, until_disconnected
 from stemma.server.turn.build import Turn
 from stemma.server.turn.observers import Observe

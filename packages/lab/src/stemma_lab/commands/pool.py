@@ -13,10 +13,10 @@ from rich.table import Table
 
 from stemma.config.sizes import format_size, parse_size
 from stemma.errors import ConfigError, ModelError
+from stemma.foreign_code import ForeignCode
 from stemma.memory.device.layout import DTYPE_BYTES, KVLayout, StoredAs
 from stemma.model.attend.compression import compressed_layout
 from stemma.model.files.directory import is_gguf
-from stemma.model.files.foreign_code import foreign_code
 from stemma_lab.pool_plan import MAX_LINKS, PoolPlan, PoolTokens, plan_pool, plan_tokens
 
 _STORED = ("int8", "fp8")
@@ -114,7 +114,7 @@ def _compressed_layout(path: Path, fields: dict[str, Any], dtype: str, block_siz
     """Return the layout of a model that keeps entries in blocks, and rows of tokens in pages."""
     from transformers import AutoConfig
 
-    with foreign_code(f"transformers can't read {path}"):
+    with ForeignCode(f"transformers can't read {path}"):
         config = AutoConfig.for_model(**fields)
         compressed, windows = compressed_layout(config, int(config.max_position_embeddings))
     dim = compressed.block_dim(block_size)

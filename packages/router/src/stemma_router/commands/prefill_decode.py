@@ -19,7 +19,7 @@ from stemma.cli.server_process import ServerProcess
 from stemma.config.loading import tables_of
 from stemma.config.settings import PoolSettings, Settings
 from stemma.errors import ConfigError
-from stemma.server.access import Access
+from stemma.server.door.access import Access
 from stemma_router.cluster_file import ClusterFile
 from stemma_router.commands.route import serve_proxy
 from stemma_router.routing.relay import RouteOptions

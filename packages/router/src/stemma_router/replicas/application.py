@@ -12,7 +12,7 @@ from ray.serve.config import HTTPOptions, RequestRouterConfig
 
 from stemma.engine.preflight import with_checkpoint
 from stemma.errors import ConfigError
-from stemma.server.access import Access
+from stemma.server.door.access import Access
 from stemma_router.cluster.serve_router import KVEventRouter
 from stemma_router.cluster_file import ClusterFile, Replicas, read_cluster_file
 from stemma_router.replicas.authentication import check_authentication

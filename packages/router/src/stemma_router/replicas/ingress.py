@@ -24,7 +24,7 @@ from starlette.responses import Response
 from stemma.http import async_http_client
 from stemma.model.load.located import located_model
 from stemma.model.text.tokenizer import Tokenizer
-from stemma.server.access import Access
+from stemma.server.door.access import Access
 from stemma_router.cluster.health import Check
 from stemma_router.cluster.replica_calls import RoutedCall
 from stemma_router.cluster_file import ClusterFile

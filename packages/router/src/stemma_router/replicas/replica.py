@@ -15,8 +15,8 @@ from starlette.types import Message
 from stemma.config.settings import Settings
 from stemma.engine.async_engine import AsyncEngine
 from stemma.errors import EngineFailed
-from stemma.server.access import is_loopback
 from stemma.server.app import create_app
+from stemma.server.door.access import is_loopback
 from stemma_router.cluster.replica_calls import ReplicaCall, ReplicaPlace
 from stemma_router.cluster.slots import Slot, take_slot
 from stemma_router.cluster_file import ClusterFile

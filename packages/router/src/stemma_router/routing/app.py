@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import StemmaError
-from stemma.server.access import has_key
+from stemma.server.door.access import has_key
 from stemma.server.errors import json_response, openai_error
 from stemma.server.transport.headers import Entrance
 from stemma_router.routing.metrics import render

@@ -13,8 +13,8 @@ import xxhash
 
 from stemma.errors import StemmaError
 from stemma.kv_events.names import chain_of
-from stemma.server.admission.caller import caller
-from stemma.server.admission.ledger import shared
+from stemma.server.door.caller import caller
+from stemma.server.door.ledger import shared
 from stemma.supervision import LoggingSupervisor
 from stemma.types import TokenArray
 from stemma.workers import WorkerThreads

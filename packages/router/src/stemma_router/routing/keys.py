@@ -18,9 +18,9 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.server.access import Access
-from stemma.server.admission.caller import caller
-from stemma.server.admission.sockets import note_key
+from stemma.server.door.access import Access
+from stemma.server.door.caller import caller
+from stemma.server.door.sockets import note_key
 from stemma.server.errors import json_response
 
 _log = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from stemma.budgets import Holding
 from stemma.config.settings import ServerSettings
 from stemma.errors import ClientDisconnected, InvalidRequest, OverBudget, StemmaError
 from stemma.http import async_http_client
-from stemma.server.access import Access, is_loopback
-from stemma.server.admission.caller import caller
-from stemma.server.admission.ledger import shared
+from stemma.server.door.access import Access, is_loopback
+from stemma.server.door.caller import caller
+from stemma.server.door.ledger import shared
 from stemma.server.errors import STATUS_CLIENT_CLOSED, json_response, openai_error
 from stemma.server.schemas.json_input import parse_json
 from stemma.server.transport.incoming import limited_chunks, unless_disconnected

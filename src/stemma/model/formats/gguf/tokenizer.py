@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from stemma.errors import ModelError
-from stemma.model.files.foreign_code import foreign_code
+from stemma.foreign_code import ForeignCode
 from stemma.model.files.gguf_header import GGUFHeader
 from stemma.model.files.gguf_keys import shown
 from stemma.model.formats.gguf.vocabulary import (
@@ -52,7 +52,7 @@ def read_tokenizer(header: GGUFHeader) -> PreTrainedTokenizerFast:
     Raises UnsupportedModel for a kind that isn't read, ModelError if the metadata contradict each other.
     """
     vocabulary = read_vocabulary(header)
-    with foreign_code(f"can't build the tokenizer of {header.path}"):
+    with ForeignCode(f"can't build the tokenizer of {header.path}"):
         backend = _byte_level(vocabulary) if vocabulary.is_byte_level else _sentencepiece(header, vocabulary)
         added = _added_tokens(vocabulary)
         backend.add_tokens(added)

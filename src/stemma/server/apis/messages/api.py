@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import GenerationFailed, InvalidRequest
-from stemma.server.access import JSON_TYPE
 from stemma.server.answers.cache_diagnostics import cache_miss_reason
 from stemma.server.answers.usage import history_detail
 from stemma.server.apis.messages.blocks import chat_fields
 from stemma.server.apis.messages.marks import Mark, marks_of, num_shared, ranges_of
 from stemma.server.apis.messages.output import ContentBlocks
 from stemma.server.apis.responses.output import new_id
+from stemma.server.door.access import JSON_TYPE
 from stemma.server.errors import anthropic_error, json_response
 from stemma.server.observe.collected import Collected
 from stemma.server.observe.explain import explanation_of

@@ -15,8 +15,6 @@ from starlette.responses import Response
 
 from stemma.engine.api import RequestOutput
 from stemma.errors import GenerationFailed, InvalidRequest, NotFound, StemmaError
-from stemma.server.access import JSON_TYPE, owner_of
-from stemma.server.admission.answers import PARSED_BYTES
 from stemma.server.answers.cache_diagnostics import prompt_cache_diagnostics
 from stemma.server.answers.events import AnswerParser
 from stemma.server.answers.usage import UsageMeter
@@ -33,7 +31,9 @@ from stemma.server.apis.responses.listing import whole_items
 from stemma.server.apis.responses.output import OutputItems, StreamEvent, new_id
 from stemma.server.apis.responses.store import Item, StoredResponse, Stores, stores_of
 from stemma.server.apis.responses.tools import chosen
-from stemma.server.entry import hold
+from stemma.server.door.access import JSON_TYPE, owner_of
+from stemma.server.door.answer_memory import PARSED_BYTES
+from stemma.server.door.entry import hold
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.collected import Collected
 from stemma.server.observe.ignored_hints import count_hint

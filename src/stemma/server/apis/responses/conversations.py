@@ -11,14 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import InvalidRequest, NotFound
-from stemma.server.access import owner_of
-from stemma.server.admission.answers import PARSED_BYTES
 from stemma.server.apis.pages import item_page, place_of
 from stemma.server.apis.responses.items import chat_messages
 from stemma.server.apis.responses.listing import whole_items
 from stemma.server.apis.responses.output import new_id
 from stemma.server.apis.responses.store import Item, StoredConversation, Stores, stores_of
-from stemma.server.entry import hold
+from stemma.server.door.access import owner_of
+from stemma.server.door.answer_memory import PARSED_BYTES
+from stemma.server.door.entry import hold
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
 from stemma.server.routes import TENANT, Router

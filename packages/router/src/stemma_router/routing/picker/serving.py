@@ -12,7 +12,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, Proces
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stemma.errors import ConfigError
-from stemma.server.admission.ledger import shared
+from stemma.server.door.ledger import shared
 from stemma_router.routing.picker.endpoints import Endpoints
 from stemma_router.routing.picker.exchange import Exchange
 from stemma_router.routing.picker.options import PickerOptions

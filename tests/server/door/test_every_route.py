@@ -20,11 +20,11 @@ from transformers import AutoTokenizer
 from stemma.budgets import Holding
 from stemma.model.opened.abilities import Abilities, EmbeddingFormat
 from stemma.model.text.tokenizer import Tokenizer
-from stemma.server.admission.answers import AnswerSize
-from stemma.server.admission.ledger import Admission
 from stemma.server.app import ROUTERS
+from stemma.server.door.answer_memory import AnswerSize
+from stemma.server.door.ledger import Admission
 from stemma.server.routes import TENANT, AudienceRoute
-from tests.server.admission.rig import Rig
+from tests.server.door.rig import Rig
 from tests.server.scripted_engine import ScriptedEngine
 
 ROUTES = sorted(

@@ -19,9 +19,9 @@ from starlette.requests import Request
 from stemma.config.settings import ServerSettings
 from stemma.config.words import read_key
 from stemma.errors import ConfigError, Forbidden, Unauthorized, WrongMediaType
-from stemma.server.admission.caller import caller
-from stemma.server.admission.sockets import note_key
-from stemma.server.tenants.keyfile import KeyFile, Tenant
+from stemma.server.door.caller import caller
+from stemma.server.door.keyfile import KeyFile, Tenant
+from stemma.server.door.sockets import note_key
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from stemma.cli import make_app
 from stemma.errors import ConfigError, InvalidRequest, RateLimited
 from stemma.prefix.keys import Namespace
-from stemma.server.admission.rates import RateLimits
-from stemma.server.tenants.keyfile import KeyFile, Tenant, TenantEntry, add_key, hash_of
-from stemma.server.tenants.namespace import tenant_namespace
+from stemma.server.door.keyfile import KeyFile, Tenant, TenantEntry, add_key, hash_of
+from stemma.server.door.namespace import tenant_namespace
+from stemma.server.door.rates import RateLimits
 from stemma.types import Tier
 
 SECRET = b"s" * 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stemma.engine.client import EngineClient
-from stemma.server.tenants.keyfile import KeyFile
+from stemma.server.door.keyfile import KeyFile
 from stemma.types import Tier
 
 

@@ -10,7 +10,7 @@ from stemma.budgets import Holding
 
 if TYPE_CHECKING:  # proxies need callers, and no model
     from stemma.model.vision.prompt import ReadImage
-    from stemma.server.admission.ledger import Reserved
+    from stemma.server.door.ledger import Reserved
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stemma.server.tenants.keyfile import add_key
-from tests.server.admission.rig import CHAT, PROMPT, Rig
+from stemma.server.door.keyfile import add_key
+from tests.server.door.rig import CHAT, PROMPT, Rig
 from tests.server.scripted_engine import ScriptedEngine
 
 

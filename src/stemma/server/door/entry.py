@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from starlette.requests import Request
 
-from stemma.server.access import owner_of, tenant_of
-from stemma.server.admission.answers import AnswerSize
-from stemma.server.admission.caller import caller
-from stemma.server.admission.ledger import Admission
+from stemma.server.door.access import owner_of, tenant_of
+from stemma.server.door.answer_memory import AnswerSize
+from stemma.server.door.caller import caller
+from stemma.server.door.ledger import Admission
 
 
 def hold(request: Request, field: str, num_bytes: int) -> None:

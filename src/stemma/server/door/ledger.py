@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from stemma.budgets import TENANT_SHARE, Budget, BudgetState, Holding
 from stemma.config.settings import Settings
 from stemma.errors import InvalidRequest, OverBudget
-from stemma.server.admission.answers import NOTHING_ELSE, AnswerSize, TokenSize, Told
-from stemma.server.admission.rates import RateLimits
-from stemma.server.tenants.keyfile import Tenant
+from stemma.server.door.answer_memory import NOTHING_ELSE, AnswerSize, TokenSize, Told
+from stemma.server.door.keyfile import Tenant
+from stemma.server.door.rates import RateLimits
 
 if TYPE_CHECKING:  # proxies need budgets, and no torch
     from stemma.engine.api import GenerationRequest

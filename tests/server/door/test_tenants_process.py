@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 import sqlalchemy as sa
-from tests.server.scripted_process import scripted_server
 
-from stemma.server.tenants.keyfile import add_key
+from stemma.server.door.keyfile import add_key
+from tests.server.scripted_process import scripted_server
 
 BODY = {"model": "scripted", "prompt": "a b c", "max_tokens": 4}
 

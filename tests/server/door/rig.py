@@ -9,7 +9,7 @@ import httpx
 
 from stemma.config.settings import EngineSettings, ModelSettings, SchedulerSettings, ServerSettings, Settings
 from stemma.server.app import create_app
-from stemma.server.tenants.keyfile import add_key
+from stemma.server.door.keyfile import add_key
 from tests.server.scripted_engine import ScriptedEngine
 
 PROMPT = {"prompt": "ab", "max_tokens": 4}

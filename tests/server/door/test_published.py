@@ -10,14 +10,14 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from tests.server.scripted_engine import ScriptedEngine
 
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
 from stemma.errors import ConfigError, InvalidRequest, NotFound, StorageError
 from stemma.prefix.keys import Namespace, PublicHead
 from stemma.server.app import create_app
-from stemma.server.tenants.published import MAX_PUBLISHED, PublishedPrefixes
+from stemma.server.door.published import MAX_PUBLISHED, PublishedPrefixes
 from stemma.types import as_tokens
+from tests.server.scripted_engine import ScriptedEngine
 
 TENANT = Namespace(salt="tenant:x", owner="x")
 
@@ -56,7 +56,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         publish(known, [1, 2, 3])
     ids = {publish(known, [1, 2, 3, 4]) for _ in range(3)}
     assert len(ids) == 1
-    monkeypatch.setattr("stemma.server.tenants.published.MAX_PUBLISHED_TOKENS", 8)
+    monkeypatch.setattr("stemma.server.door.published.MAX_PUBLISHED_TOKENS", 8)
     publish(known, [5, 6, 7, 8])
     with pytest.raises(InvalidRequest, match="at most"):
         publish(known, [9, 6, 7, 8])

@@ -13,7 +13,6 @@ import httpx
 import pytest
 from starlette.requests import Request
 from starlette.types import Message
-from tests.server.scripted_engine import ScriptedEngine
 
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
@@ -22,11 +21,12 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ConfigError
 from stemma.insight.ledger import sqlite_url, usage
 from stemma.server.app import create_app
+from stemma.server.door.keyfile import add_key
 from stemma.server.observe.collected import Collected
 from stemma.server.observe.usage_ledger import UsageLedger
-from stemma.server.tenants.keyfile import add_key
 from stemma.server.turn.build import Asked, Prompt
 from stemma.types import Tier, as_tokens
+from tests.server.scripted_engine import ScriptedEngine
 
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a b c"}], "max_tokens": 3}
 COMPLETION = {"model": "scripted", "prompt": "a b c", "max_tokens": 3}

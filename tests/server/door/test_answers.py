@@ -11,7 +11,7 @@ import pytest
 
 from stemma.config.settings import RequestSettings
 from stemma.server.app import create_app
-from tests.server.admission.rig import CHAT, PROMPT, Rig
+from tests.server.door.rig import CHAT, PROMPT, Rig
 from tests.server.scripted_engine import ScriptedEngine
 
 ECHO = {"prompt": [72, 101] * 500, "echo": True, "max_tokens": 0, "return_token_ids": True}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stemma.errors import InvalidRequest, RateLimited
-from stemma.server.tenants.keyfile import Tenant, TenantEntry
+from stemma.server.door.keyfile import Tenant, TenantEntry
 
 MINUTE_S = 60.0
 BUSY_RETRY_S = 1.0
