@@ -16,9 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.sampling.params import SamplingParams
+from stemma.errors import InvalidRequest
 from stemma.model.text.tokenizer import Tokenizer
+from stemma.server.answers.chat import tool_use
 from stemma.server.answers.events import Answer, ToolCall, fold
-from stemma.server.answers.formats.forced import JSON_LIST, forced_grammar
+from stemma.server.answers.formats.forced import JSON_LIST, TextGrammar, forced_grammar
 from stemma.server.answers.formats.registry import TOOL_FORMATS
 from stemma.server.answers.formats.thinking import THINKING_FORMATS
 
@@ -187,3 +189,31 @@ def test_special_tokens_are_part_of_what_an_engine_may_draw(
     assert (state.num_valid([*ids, special_tokenizer.eos_token_id]) == len(ids) + 1) is ok
     if ok:
         assert fold(pieces_read(made, text)).calls[0] == ToolCall("add", '{"a": 1}')
+
+
+PATCH = 'start: "*** Begin" LF line+ "*** End"\nline: ("+" | "-") /(.*)/ LF\n%import common.LF\n'
+ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+OWN_WORDS = {"harmony", "mistral_list"}
+"""Whose templates write calls otherwise than is demanded here: in another order, with other white space."""
+
+
+@pytest.mark.parametrize("name", sorted(set(WRITERS) - OWN_WORDS))
+def test_a_text_follows_its_grammar_where_any_call_is_demanded(name: str):
+    form = TOOL_FORMATS[EXPECTED[name][0] or ""].form
+    tools = {"apply": ONE_TEXT, "other": ONE_TEXT}
+    texts = {"apply": TextGrammar("lark", PATCH)}
+    grammar = forced_grammar(form, tools, {}, single=False, texts=texts)
+    right, wrong = '*** Begin\n+print("a\\n")\n*** End', "*** Begin\nanything\n*** End"
+    assert accepts(grammar, written(name, [("apply", {"input": right})]))
+    assert not accepts(grammar, written(name, [("apply", {"input": wrong})]))
+    assert accepts(grammar, written(name, [("other", {"input": wrong})]))
+
+
+def test_a_text_that_calls_cannot_hold_is_refused():
+    tools = [{"type": "function", "function": {"name": "apply", "parameters": ONE_TEXT}}]
+    use = tool_use(tools, "required", parallel=True, texts={"apply": TextGrammar("regex", "(?x: a b)")})
+    made = reader("hermes", schemas={"apply": ONE_TEXT})
+    with pytest.raises(InvalidRequest, match="the form of a tool's text can't stand in this model's calls"):
+        type(made)(made.format, use, made.opened).constrain(
+            SamplingParams(), Mock(special_token_texts=frozenset())
+        )

@@ -98,14 +98,14 @@ def tool_use(
                 f"tool_choice names {named[:64]!r}, which is none of tools", param="tool_choice"
             )
         return ToolUse(schemas, "named", named, parallel)
+    held = {name: text for name, text in (texts or {}).items() if name in schemas}
     if choice == "required":
         if not schemas:
             raise InvalidRequest("tool_choice is 'required', but there are no tools", param="tool_choice")
-        return ToolUse(schemas, "required", parallel=parallel)
+        return ToolUse(schemas, "required", parallel=parallel, texts=held)
     if not schemas or choice == "none":
         return ToolUse(schemas, parallel=parallel)
     strict = {tool["function"]["name"] for tool in tools or () if tool["function"].get("strict") is True}
-    held = {name: text for name, text in (texts or {}).items() if name in schemas}
     return ToolUse(schemas, "auto", parallel=parallel, strict=strict & schemas.keys(), texts=held)
 
 
@@ -256,7 +256,10 @@ class AnswerReader:
         form = None if self.format.tools is None else self.format.tools.form
         single = self.tools.is_single
         try:
-            text = forced_grammar(form, self.tools.demanded, token_ids, single=single)
+            text = forced_grammar(form, self.tools.demanded, token_ids, single=single, texts=self.tools.texts)
+        except ValueError as error:
+            message = f"the form of a tool's text can't stand in this model's calls: {error}"
+            raise InvalidRequest(message, param="tools") from error
         except RecursionError as error:
             raise InvalidRequest("tools: a schema nests too deeply", param="tools") from error
         return GrammarSpec("grammar", text, param="tools")

@@ -71,6 +71,10 @@ class Lark:
             return f"{self.rule('/(?s:.*)/')} {self.literal(end)}"
         return self.rule("/(?s:.*)/", f"[suffix={json.dumps(end, ensure_ascii=False)}]")
 
+    def nested(self, grammar: str) -> str:
+        """Return what stands for a text of another grammar in Lark."""
+        return self.rule(f"%lark {{\n{grammar}\n}}")
+
     def text(self, start: str) -> str:
         """Return the whole grammar, which begins with `start`."""
         return "\n".join((f"start: {start}", *self._rules)) + "\n"
@@ -135,11 +139,14 @@ class JsonForm:
         """Return the pattern in parts; the last is what stands behind the arguments."""
         return re.split(r"(ARGUMENTS|NUMBER)", self.pattern)
 
-    def call(self, lark: Lark, name: str, schema: Schema) -> str | None:
-        """Return what stands for a call of `name`; never None."""
+    def call(self, lark: Lark, name: str, schema: Schema, text: str | None = None) -> str | None:
+        """Return what stands for a call of `name`; never None. `text` stands for its one argument, a text."""
         parts = []
         for part in re.split(r"(ARGUMENTS|NUMBER)", self.pattern):
-            if part == "ARGUMENTS":
+            if part == "ARGUMENTS" and text is not None:
+                begin = f"{{{json.dumps(_one_key(schema))}: {_QUOTE}"
+                parts.append(f"{lark.literal(begin)} {text} {lark.literal(_QUOTE + '}')}")
+            elif part == "ARGUMENTS":
                 parts.append(lark.json(schema))
             elif part == "NUMBER":
                 parts.append("/[0-9]{1,3}/")
@@ -192,20 +199,23 @@ class KeywordForm:
 
         `is_text`: the one argument is a text, for which ``@answer`` stands.
         """
-        if not is_text:
-            inner = self._arguments(lark, schema)
-        else:
-            quote = _QUOTE if self.text_is_escaped else self.quote
-            begin = self.parameter.replace("STRING", "true").replace("KEY", _one_key(schema))
-            inner = f"{lark.literal(begin + quote)} @answer {lark.literal(quote + self.value_end)}"
+        inner = self._one_text(lark, schema, "@answer") if is_text else self._arguments(lark, schema)
         return None if inner is None else f"{lark.space()} {inner} {lark.loose(self.tail)}"
 
-    def call(self, lark: Lark, name: str, schema: Schema) -> str | None:
-        """Return what stands for a call of `name`; None if this form can't say what `schema` demands."""
-        inner = self._arguments(lark, schema)
+    def call(self, lark: Lark, name: str, schema: Schema, text: str | None = None) -> str | None:
+        """Return what stands for a call of `name`; None if this form can't say what `schema` demands.
+
+        `text` stands for its one argument, a text.
+        """
+        inner = self._arguments(lark, schema) if text is None else self._one_text(lark, schema, text)
         if inner is None:
             return None
         return f"{lark.literal(self.head.replace('NAME', name))} {inner} {lark.literal(self.tail)}"
+
+    def _one_text(self, lark: Lark, schema: Schema, text: str) -> str:
+        quote = _QUOTE if self.text_is_escaped else self.quote
+        begin = self.parameter.replace("STRING", "true").replace("KEY", _one_key(schema))
+        return f"{lark.literal(begin + quote)} {text} {lark.literal(quote + self.value_end)}"
 
     def _arguments(self, lark: Lark, schema: Schema) -> str | None:
         if schema.keys() - _PLAIN_ROOT or schema.get("type", "object") != "object":
@@ -284,26 +294,40 @@ def _in_order(lark: Lark, given: Mapping[str, str], required: Collection[str], s
     return f"({' | '.join(beginnings)})?" if beginnings else ""
 
 
-def forced_grammar(
-    form: CallForm | None, tools: Mapping[str, Schema], token_ids: Mapping[str, int], *, single: bool
-) -> str:
-    """Return the grammar of one call of `tools`, or of several, in Lark; as a JSON list without `form`."""
-    lark = Lark(token_ids)
-    form = form or JSON_LIST
-    calls = [form.call(lark, name, schema) for name, schema in tools.items()]
-    if not all(calls):
-        return forced_grammar(JSON_LIST, tools, token_ids, single=single)
-    call = lark.rule(" | ".join(lark.rule(one) for one in calls if one))
-    several = call if single or not form.may_repeat else f"{call} ({lark.literal(form.between)} {call})*"
-    return lark.text(f"{lark.literal(form.before)} {several} {lark.literal(form.after)}")
-
-
 @dataclass(frozen=True, slots=True)
 class TextGrammar:
     """The form of a text that is the one argument of a tool."""
 
     kind: Literal["lark", "regex"]
     definition: str
+
+    def lark(self, form: CallForm) -> str:
+        """Return it in Lark, as texts stand in calls of `form`. Raises ValueError if that can't be said."""
+        plain = lark_of_regex(self.definition) if self.kind == "regex" else self.definition
+        return escaped_lark(plain) if form.text_is_escaped else plain
+
+
+def forced_grammar(
+    form: CallForm | None,
+    tools: Mapping[str, Schema],
+    token_ids: Mapping[str, int],
+    *,
+    single: bool,
+    texts: Mapping[str, TextGrammar] | None = None,
+) -> str:
+    """Return the grammar of one call of `tools`, or of several, in Lark; as a JSON list without `form`.
+
+    `texts`: forms of tools that take one text. Raises ValueError for one that can't stand in such a call.
+    """
+    lark, texts = Lark(token_ids), texts or {}
+    form = form or JSON_LIST
+    inner = {name: lark.nested(text.lark(form)) for name, text in texts.items() if name in tools}
+    calls = [form.call(lark, name, schema, inner.get(name)) for name, schema in tools.items()]
+    if not all(calls):
+        return forced_grammar(JSON_LIST, tools, token_ids, single=single, texts=texts)
+    call = lark.rule(" | ".join(lark.rule(one) for one in calls if one))
+    several = call if single or not form.may_repeat else f"{call} ({lark.literal(form.between)} {call})*"
+    return lark.text(f"{lark.literal(form.before)} {several} {lark.literal(form.after)}")
 
 
 def grammar_behind_head(
@@ -329,7 +353,4 @@ def grammar_behind_head(
         raise ValueError("this format of calls can't hold its schema")
     if text is None:
         return form.heads(name), GrammarSpec("grammar", lark.text(rest), param="tools")
-    inner = lark_of_regex(text.definition) if text.kind == "regex" else text.definition
-    if form.text_is_escaped:
-        inner = escaped_lark(inner)
-    return form.heads(name), GrammarSpec("grammar", inner, before=lark.text(rest), param="tools")
+    return form.heads(name), GrammarSpec("grammar", text.lark(form), before=lark.text(rest), param="tools")
