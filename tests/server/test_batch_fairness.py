@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def changes() -> dict[str, Any]:
 def keys(tmp_path: Path) -> dict[str, str]:
     path = tmp_path / "keys.toml"
     made = {name: add_key(path, name) for name in ("ada", "bob")}
-    path.write_text(path.read_text() + "requests_per_minute = 4\n")  # bob's, who comes last
+    path.write_text(path.read_text() + "requests_per_minute = 5\n")  # bob's, who comes last
     return made
 
 
@@ -107,6 +108,7 @@ def test_one_tenants_batches_never_stop_anothers(
 ) -> None:
     """More batches than take turns, all of a tenant whose requests of the minute are used up."""
     url = request.getfixturevalue("live_url")
+    engine.script.gate = threading.Event()  # no more than one line is asked before all batches are there
     bob, ada = (OpenAI(base_url=f"{url}/v1", api_key=keys[name], max_retries=0) for name in ("bob", "ada"))
     file_id = sent(bob, [line(f"{i}", f"bob {i}") for i in range(20)])
     waiting = [
@@ -114,6 +116,7 @@ def test_one_tenants_batches_never_stop_anothers(
         for _ in range(3)
     ]
     waited(bob, waiting[0], lambda one: one.status == "in_progress")
+    engine.script.gate.set()
     batch = waited(ada, begun(ada, [line(f"{i}", f"ada {i}") for i in range(20)]))
     assert (batch.status, len(records(ada, batch.output_file_id))) == ("completed", 20)
     assert bob.batches.retrieve(waiting[0].id).status == "in_progress"
