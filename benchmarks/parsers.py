@@ -42,6 +42,8 @@ THEIRS = {
     "deepseek_v3": "deepseek_v3",
     "deepseek_v31": "deepseek_v31",
     "deepseek_v32": "deepseek_v32",
+    "deepseek_v4": "deepseek_v4",
+    "harmony": "harmony",
     "kimi_k2": "kimi_k2",
     "mistral_args": "mistral",
     "gemma4": "gemma4",
@@ -52,8 +54,20 @@ THEIRS = {
     "olmo3": "olmo3",
     "lfm2": "lfm2",
     "llama3_json": "llama3_json",
+    "pythonic": "llama4_pythonic",
 }
-"""Our name of a format -> vLLM's; the others aren't there, or need their model's own tokenizer."""
+"""Our name of a format -> vLLM's."""
+NOT_ASKED = {
+    "nemotron": "has none",
+    "mistral": "wants the model's tokenizer",
+    "cohere": "wants the model's tokenizer",
+}
+"""Formats that vLLM isn't asked about, and why."""
+FORMS = {writer: form for writer in WRITERS if (form := EXPECTED[writer][0])} | {
+    "deepseek_v4": "deepseek_v4",
+    "pythonic": "pythonic",
+}
+"""Who writes a text -> our name of its format."""
 TOOLS: Mapping[str, Mapping[str, Any]] = {
     "get_weather": SCHEMA,
     "add": {"type": "object", "properties": {"x": {"type": "integer"}}},
@@ -88,7 +102,7 @@ class Case:
     @property
     def form(self) -> str:
         """Our name of its format."""
-        return EXPECTED[self.writer][0] or ""
+        return FORMS[self.writer]
 
     def is_right(self, found: Sequence[Sequence[Any]]) -> bool:
         """Return whether `found` (name and arguments as JSON text) is what was written."""
@@ -104,16 +118,29 @@ class Case:
         return self.is_right([(call.name, call.arguments) for call in answer.calls])
 
 
+def text_of(writer: str, calls: Calls) -> str:
+    """Return calls as a template writes them, or as a model does whose template doesn't."""
+    if writer == "pythonic":
+        told = [
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+            for name, given in calls
+        ]
+        return f"[{', '.join(told)}]"
+    if writer == "deepseek_v4":
+        return written("deepseek_v32", calls).replace("DSML｜function_calls", "DSML｜tool_calls")
+    return written(writer, calls)
+
+
 def own_cases() -> Iterator[Case]:
     """Yield calls of arguments of all types as each template writes them, with text before some."""
-    for writer in WRITERS:
+    for writer in FORMS:
         is_single = writer in (*ONE_CALL, "harmony")
         for number, arguments in enumerate(ARGUMENTS):
             calls: Calls = [("get_weather", arguments)]
             if number % 2 and not is_single:
                 calls.append(("add", {"x": 1}))
-            before = "" if number % 3 or is_single else "Let me look.\n"
-            yield Case(writer, before + written(writer, calls), calls, TOOLS)
+            before = "" if number % 3 or is_single or writer == "pythonic" else "Let me look.\n"
+            yield Case(writer, before + text_of(writer, calls), calls, TOOLS)
 
 
 def bfcl_cases(data: Path) -> Iterator[Case]:
@@ -126,9 +153,9 @@ def bfcl_cases(data: Path) -> Iterator[Case]:
         for case in map(json.loads, path.read_text().splitlines()):
             tools = {each["name"]: _schema(each.get("parameters") or {}) for each in case["function"]}
             calls = [(name, _first(given)) for one in answers[case["id"]] for name, given in one.items()]
-            for writer in WRITERS:
+            for writer in FORMS:
                 use = calls[:1] if writer in (*ONE_CALL, "harmony") else calls
-                yield Case(writer, written(writer, use), use, tools)
+                yield Case(writer, text_of(writer, use), use, tools)
 
 
 def _schema(given: Any) -> Any:
@@ -213,7 +240,7 @@ def show(console: Console, cases: Sequence[Case], found: Mapping[int, dict[str, 
     table = Table("format", "texts", "Stemma", "vLLM, whole", "vLLM, streamed")
     for form in dict.fromkeys(case.form for case in cases):
         asked = counts[form, "asked"]
-        them = [str(counts[form, way]) if asked else "-" for way in ("whole", "stream")]
+        them = [str(counts[form, way]) if asked else NOT_ASKED.get(form, "-") for way in ("whole", "stream")]
         table.add_row(form, str(counts[form, "texts"]), str(counts[form, "ours"]), *them)
     console.print(table)
     return lost

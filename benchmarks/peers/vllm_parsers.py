@@ -48,11 +48,36 @@ def streamed(parser: Any, tokenizer: Any, request: Any, text: str) -> list[list[
             told, now, now[len(told) :], before, ids[:end], new, request
         )
         told, before = now, ids[:end]
-        for each in (message.tool_calls or ()) if message is not None else ():
-            call = calls.setdefault(each.index, ["", ""])
-            call[0] += (each.function.name or "") if each.function else ""
-            call[1] += (each.function.arguments or "") if each.function else ""
+        gather(calls, message)
     return [calls[index] for index in sorted(calls)]
+
+
+def harmony(request: Any, text: str, *, is_whole: bool) -> list[list[str]]:
+    """Return the calls of an answer of GPT-OSS, which vLLM reads by the ids of its vocabulary."""
+    from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
+    from vllm.parser.harmony import HarmonyParser
+    from vllm.tool_parsers.gptoss_tool_parser import GptOssToolParser
+
+    HarmonyParser.tool_parser_cls = GptOssToolParser
+    encoding = get_encoding()
+    ids = encoding.encode(f"{text}<|call|>", allowed_special="all")
+    parser = HarmonyParser(encoding, request.tools)
+    if is_whole:
+        found = parser.parse(text, request, True, ids)[2]
+        return [[call.name, call.arguments] for call in found or ()]
+    calls: dict[int, list[str]] = {}
+    for number, each in enumerate(ids, 1):
+        message = parser.parse_delta("", [each], request, finished=number == len(ids))
+        gather(calls, message)
+    return [calls[index] for index in sorted(calls)]
+
+
+def gather(calls: dict[int, list[str]], message: Any) -> None:
+    """Add what a message of a stream brings to calls."""
+    for each in (message.tool_calls or ()) if message is not None else ():
+        call = calls.setdefault(each.index, ["", ""])
+        call[0] += (each.function.name or "") if each.function else ""
+        call[1] += (each.function.arguments or "") if each.function else ""
 
 
 def main() -> None:
@@ -67,6 +92,8 @@ def main() -> None:
 
     def read(name: str, text: str, way: Callable[..., list[list[str]]]) -> dict[str, Any]:
         try:
+            if name == "harmony":
+                return {"calls": harmony(request, text, is_whole=way is whole)}
             parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
             return {"calls": way(parser, tokenizer, request, text)}
         except Exception as error:  # noqa: BLE001 - theirs to raise
