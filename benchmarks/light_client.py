@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from stemma.cli.client import Answer, RequestFailed
+from stemma.cli.client import RequestFailed, StreamedAnswer
 
 POLL_S = 0.02
 """How late an event may be noticed, the first and the last alike."""
@@ -27,7 +27,7 @@ _RECEIVE_BYTES = 1 << 18
 _GENERATED = re.compile(rb'"completion_tokens":\s*(\d+)')
 
 
-def stream_completions(base_url: str, bodies: Sequence[dict[str, Any]]) -> list[Answer]:
+def stream_completions(base_url: str, bodies: Sequence[dict[str, Any]]) -> list[StreamedAnswer]:
     """POST streamed completions at once; return their times and numbers of tokens, without their text.
 
     Each body must ask for usage in the stream. Raises RequestFailed unless all statuses are 200 and usage
@@ -36,7 +36,7 @@ def stream_completions(base_url: str, bodies: Sequence[dict[str, Any]]) -> list[
     return _post_all(base_url, [{**body, "stream": True} for body in bodies], poll_s=POLL_S)
 
 
-def whole_completions(base_url: str, bodies: Sequence[dict[str, Any]]) -> list[Answer]:
+def whole_completions(base_url: str, bodies: Sequence[dict[str, Any]]) -> list[StreamedAnswer]:
     """POST completions that aren't streamed at once; otherwise as `stream_completions`.
 
     Nothing comes before the end, so that is noticed at once.
@@ -44,7 +44,7 @@ def whole_completions(base_url: str, bodies: Sequence[dict[str, Any]]) -> list[A
     return _post_all(base_url, bodies, poll_s=0.0)
 
 
-def _post_all(base_url: str, bodies: Sequence[dict[str, Any]], *, poll_s: float) -> list[Answer]:
+def _post_all(base_url: str, bodies: Sequence[dict[str, Any]], *, poll_s: float) -> list[StreamedAnswer]:
     place = urlsplit(base_url)
     assert place.hostname is not None
     assert place.port is not None
@@ -76,7 +76,7 @@ class _Stream:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
         head += f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
         self.socket = socket.create_connection((host, port))
-        self._answer = Answer(time.perf_counter())
+        self._answer = StreamedAnswer(time.perf_counter())
         self._status = b""
         self._rest = b""
         self._last = b""
@@ -96,7 +96,7 @@ class _Stream:
             self._last = lines
         return bool(data)
 
-    def finish(self) -> Answer:
+    def finish(self) -> StreamedAnswer:
         """Return what the stream said, which has ended."""
         if b" 200 " not in self._status:
             raise RequestFailed(f"HTTP answered {self._status.decode(errors='replace').strip()}")

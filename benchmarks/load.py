@@ -37,7 +37,7 @@ from benchmarks.peers import servers
 from benchmarks.versus import refuse_if_busy, wait_until_idle
 from stemma.cli.bench.driver import LoadOptions, Record, drive, negotiate
 from stemma.cli.bench.workloads import Session, TextMaker
-from stemma.cli.client import Answer, make_http
+from stemma.cli.client import StreamedAnswer, make_http
 from stemma.model.load.demo import demo_model
 from stemma.model.text.tokenizer import Tokenizer
 
@@ -153,7 +153,7 @@ async def _measure(server: servers.Running, traffic: str, level: int, tokenizer:
     sessions = TRAFFIC[traffic](level, maker)
     num_requests = sum(len(session.turns) for session in sessions)
     options = LoadOptions(concurrency=level, output_tokens=OUTPUT_TOKENS)
-    answers: list[Answer] = []
+    answers: list[StreamedAnswer] = []
     errors: Counter[str] = Counter()
 
     def note(record: Record) -> None:
@@ -174,7 +174,7 @@ async def _measure(server: servers.Running, traffic: str, level: int, tokenizer:
 
 
 def _point(
-    server: str, traffic: str, level: int, answers: list[Answer], num_failed: int, wall_s: float
+    server: str, traffic: str, level: int, answers: list[StreamedAnswer], num_failed: int, wall_s: float
 ) -> Point:
     ttft_s = [answer.ttft_s for answer in answers] or [float("nan")]
     tpot_s = [a.tpot_s for a in answers if a.tpot_s is not None] or [float("nan")]

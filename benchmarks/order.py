@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stemma_lab.order import ORDERS, Server, replay_order
+from stemma_lab.order import ORDERS, QueueServer, replay_order
 from stemma_lab.savings import PrefillModel
 from stemma_lab.traces.columns import Trace, collect
 from stemma_lab.traces.request import TraceRequest
@@ -40,7 +40,7 @@ def main() -> None:
     for time_scale, arrivals in ((0.0, "all at once"), (1.0, "20 a second")):
         for capacity in CAPACITIES:
             for order in ORDERS:
-                server = Server(capacity, "lru", PrefillModel(60_000))
+                server = QueueServer(capacity, "lru", PrefillModel(60_000))
                 found = replay_order(trace, order, server, time_scale)
                 print(
                     f"{arrivals}, {capacity} blocks, {order:<15} share {found.share_of_optimal:6.1%}  "

@@ -213,6 +213,8 @@ def installed_vllm(directory: Path) -> str:
         venv.create(directory / "vllm", with_pip=True)
         for package in VLLM:
             subprocess.run([str(python), "-m", "pip", "install", "-q", package], check=True)
+        # Made for another torch than the CPU's, and only images would need it.
+        subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", "torchvision"], check=True)
     return str(python)
 
 

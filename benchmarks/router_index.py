@@ -9,7 +9,7 @@ import numpy as np
 
 from stemma.kv_events.schema import BlockRemoved, BlockStored
 from stemma_router.cluster.holdings import Holdings
-from stemma_router.events.follower import Follower
+from stemma_router.events.follower import EventFollower
 
 _CHAIN = 128
 _BLOCK_SIZE = 64
@@ -37,7 +37,7 @@ def fill(holdings: Holdings, num_blocks: int, num_servers: int) -> list[np.ndarr
 def events_a_second(num_servers: int) -> float:
     """Return how many blocks a second are stored and removed again by events of one server."""
     holdings = Holdings()
-    followers = [Follower(replica, holdings) for replica in range(num_servers)]
+    followers = [EventFollower(replica, holdings) for replica in range(num_servers)]
     tokens = list(range(_CHAIN * _BLOCK_SIZE))
     begun, count = time.perf_counter(), 0
     for number in range(200):

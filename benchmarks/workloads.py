@@ -18,7 +18,7 @@ import httpx
 
 from stemma.cli.bench.driver import Target, ask
 from stemma.cli.bench.workloads import Session, TextMaker, WorkloadOptions, few_shot
-from stemma.cli.client import Answer, RequestFailed
+from stemma.cli.client import RequestFailed, StreamedAnswer
 
 Counter = Callable[[str], int]
 
@@ -46,7 +46,7 @@ class Probe:
     """Longest prompt and answer together. What is longer than servers take by default runs if named."""
 
 
-def _result(value: float, answers: Sequence[Answer], samples: Sequence[float] = ()) -> ProbeResult:
+def _result(value: float, answers: Sequence[StreamedAnswer], samples: Sequence[float] = ()) -> ProbeResult:
     share = None
     if answers and all(a.num_cached_tokens is not None and a.num_prompt_tokens for a in answers):
         cached = sum(a.num_cached_tokens or 0 for a in answers)
@@ -58,15 +58,15 @@ def _maker(count: Counter, seed: int) -> TextMaker:
     return TextMaker(random.Random(seed), count)
 
 
-async def _one(target: Target, prompt: str, max_tokens: int) -> Answer:
+async def _one(target: Target, prompt: str, max_tokens: int) -> StreamedAnswer:
     return await ask(target, Session((prompt,)), [], max_tokens)
 
 
-async def _whole(target: Target, prompt: str, max_tokens: int, **fields: object) -> Answer:
+async def _whole(target: Target, prompt: str, max_tokens: int, **fields: object) -> StreamedAnswer:
     """Ask for an answer that isn't streamed: vLLM streams no beam search."""
     extra = {name: value for name, value in target.extra.items() if name != "stream_options"}
     body = {"model": target.model, "prompt": prompt, "max_tokens": max_tokens, **extra, **fields}
-    answer = Answer(time.perf_counter())
+    answer = StreamedAnswer(time.perf_counter())
     try:
         response = await target.http.post("/v1/completions", json=body)
     except httpx.HTTPError as error:
@@ -84,10 +84,12 @@ async def _whole(target: Target, prompt: str, max_tokens: int, **fields: object)
     return answer
 
 
-async def _together(target: Target, prompts: Sequence[str], max_tokens: int, limit: int) -> list[Answer]:
+async def _together(
+    target: Target, prompts: Sequence[str], max_tokens: int, limit: int
+) -> list[StreamedAnswer]:
     gate = asyncio.Semaphore(limit)
 
-    async def run(prompt: str) -> Answer:
+    async def run(prompt: str) -> StreamedAnswer:
         async with gate:
             return await _one(target, prompt, max_tokens)
 
@@ -122,7 +124,7 @@ def _repeat(maker: TextMaker, _: int) -> tuple[list[str], str]:
     return [base], base
 
 
-def decode_rate(answers: Sequence[Answer]) -> float | None:
+def decode_rate(answers: Sequence[StreamedAnswer]) -> float | None:
     """Return the tokens a second that came after every answer had its first; None if none came.
 
     The first piece counts as one token, and all others as equally many: servers join tokens.
@@ -184,7 +186,7 @@ async def _multi_turn(target: Target, _: Path | None, count: Counter) -> ProbeRe
     sessions = [Session(tuple(maker.text(64) for _ in range(6)), system) for _ in range(8)]
     history = [[maker.text(48) for _ in range(6)] for _ in range(8)]
 
-    async def chat(session: Session, fixed: list[str]) -> list[Answer]:
+    async def chat(session: Session, fixed: list[str]) -> list[StreamedAnswer]:
         return [await ask(target, session, fixed[:turn], 48) for turn in range(len(session.turns))]
 
     began = time.perf_counter()

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from stemma.cli import make_app
 from stemma.cli.bench.driver import Record
 from stemma.cli.bench.report import summarize
-from stemma.cli.client import Answer
+from stemma.cli.client import StreamedAnswer
 from tests.server.scripted_engine import ScriptedEngine
 
 
@@ -77,7 +77,7 @@ def test_no_server() -> None:
 
 def test_summary_of_known_times() -> None:
     def record(number: int, start: float, times: list[float]) -> Record:
-        answer = Answer(start, "x", times[0], times[-1], times, 10, len(times), 4)
+        answer = StreamedAnswer(start, "x", times[0], times[-1], times, 10, len(times), 4)
         return Record(number, 0, answer)
 
     records = [record(0, 0.0, [1.0, 1.5, 2.0]), record(1, 1.0, [1.5]), Record(2, 0, None, "lost")]
@@ -94,7 +94,7 @@ def test_summary_of_known_times() -> None:
 
 
 def test_summary_of_a_server_that_says_nothing() -> None:
-    summary = summarize([Record(0, 0, Answer(0.0, "x", 1.0, 1.0, [1.0]))], 1.0)
+    summary = summarize([Record(0, 0, StreamedAnswer(0.0, "x", 1.0, 1.0, [1.0]))], 1.0)
 
     assert summary.cached_share is None
     assert summary.tpot_ms is None

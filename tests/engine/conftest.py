@@ -11,7 +11,7 @@ import pytest
 
 from stemma.config.settings import TierSettings
 from stemma.engine.build import assemble_engine
-from stemma.engine.core.scheduler import Drafter
+from stemma.engine.core.scheduler import DraftGuesser
 from stemma.engine.llm import engine_settings
 from stemma.engine.output.output import OutputProcessor
 from stemma.model.load.loading import load_model
@@ -45,7 +45,7 @@ def harness(checkpoint: Path, model: CausalLM, tokenizer: Tokenizer) -> Callable
         *,
         num_blocks: int = 64,
         clock: Callable[[], float] = time.monotonic,
-        drafter: Drafter | None = None,
+        drafter: DraftGuesser | None = None,
         tiers: TierSettings | None = None,
         overlaps: bool = False,
         **fields: Any,

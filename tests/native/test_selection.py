@@ -8,7 +8,7 @@ import torch
 from stemma.memory.device.kv import TORCH_DTYPES, DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.model.attend.batch import ForwardBatch
-from stemma.model.attend.selection import Scoring, Selection, choose
+from stemma.model.attend.selection import Selection, TokenScores, choose
 from stemma.model.cpu.selection import select
 from stemma.native.library import load_kernels
 from tests.native.isa import level_params
@@ -44,7 +44,7 @@ def test_chosen_tokens(isa: str, heads: int, dim: int, top_k: int, most: int, dt
         tables[number, :count], free = free[:count], free[count:]
     batch = batch_of(tables)
     rows = batch.query_starts[-1]
-    scoring = Scoring(numbers(most, rows, heads, dim), numbers(most, rows, heads))
+    scoring = TokenScores(numbers(most, rows, heads, dim), numbers(most, rows, heads))
     selection = Selection(top_k, dim, scoring)
     kernels = load_kernels(isa)
     assert kernels is not None

@@ -5,10 +5,10 @@ import pytest
 from packages.lab.tests.traces import trace_of
 
 from stemma.errors import ConfigError
-from stemma_lab.order import ORDERS, Server, replay_order
+from stemma_lab.order import ORDERS, QueueServer, replay_order
 from stemma_lab.savings import PrefillModel
 
-SERVER = Server(6, "lru", PrefillModel(tokens_per_s=4.0, attention_equal_at=float("inf")), ageing_s=20.0)
+SERVER = QueueServer(6, "lru", PrefillModel(tokens_per_s=4.0, attention_equal_at=float("inf")), ageing_s=20.0)
 
 
 def interleaved(num_rounds: int = 8):

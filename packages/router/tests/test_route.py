@@ -14,7 +14,7 @@ from packages.router.tests.upstream import BINARY, Upstream
 
 from stemma.errors import ConfigError
 from stemma_router.cluster.fleet import Fleet
-from stemma_router.cluster.routers import Ask, Rendezvous
+from stemma_router.cluster.routers import Rendezvous, RoutedRequest
 from stemma_router.routing.asking import number_of
 from stemma_router.routing.prompts import head_of, one_token_body
 from stemma_router.routing.relay import RouteOptions
@@ -30,7 +30,7 @@ def servers() -> Iterator[dict[str, Upstream]]:
     for kind in "pd":
         pair = {one.url: one for one in (Upstream(""), Upstream(""))}
         fleet = Fleet(Rendezvous(), pair)
-        ask = Ask((), 1, 1, number_of(head_of(REQUEST)))
+        ask = RoutedRequest((), 1, 1, number_of(head_of(REQUEST)))
         for number, member in enumerate(fleet.order(ask)):
             pair[member.url].name = f"{kind}{number}"
             made[f"{kind}{number}"] = pair[member.url]

@@ -6,9 +6,9 @@ import orjson
 import pytest
 
 from stemma.told import MOST_TOLD_BYTES, NOTHING, Told, ToldLoad, ToldModel, read_told
-from stemma_router.cluster.routers import Ask, CacheAware, ReplicaLoad
+from stemma_router.cluster.routers import CacheAware, ReplicaLoad, RoutedRequest
 
-ASK = Ask(list(range(10)), 165, 16)
+ASK = RoutedRequest(list(range(10)), 165, 16)
 
 
 def test_what_is_told_is_read_back() -> None:
@@ -56,7 +56,7 @@ def test_a_prefix_whose_home_has_no_seat_free_gets_a_second_home() -> None:
 def test_answers_that_slow_each_other_are_spread() -> None:
     slowed = {"seats": 64, "row_s": 0.01, "answer_tokens": 100.0}
     assert CacheAware().order(ASK, [loaded(0, **slowed), loaded(3, **slowed)], [0, 10])[0] == 0
-    short = Ask(list(range(10)), 165, 16, max_output=1)
+    short = RoutedRequest(list(range(10)), 165, 16, max_output=1)
     assert CacheAware().order(short, [loaded(0, **slowed), loaded(3, **slowed)], [0, 10])[0] == 1
 
 
@@ -71,8 +71,10 @@ def test_requests_that_others_sent_count_too() -> None:
 
 
 def test_small_differences_of_speed_do_not_choose_the_home_of_a_new_prefix() -> None:
-    homes = [CacheAware().order(Ask([n], 500, 16), [loaded(0), loaded(0)], [0, 0])[0] for n in range(50)]
+    homes = [
+        CacheAware().order(RoutedRequest([n], 500, 16), [loaded(0), loaded(0)], [0, 0])[0] for n in range(50)
+    ]
     uneven = [loaded(0), loaded(0, prefill_s_per_token=1.5e-4)]
-    assert [CacheAware().order(Ask([n], 500, 16), uneven, [0, 0])[0] for n in range(50)] == homes
+    assert [CacheAware().order(RoutedRequest([n], 500, 16), uneven, [0, 0])[0] for n in range(50)] == homes
     crawling = [loaded(0), loaded(0, prefill_s_per_token=1e-3)]
-    assert {CacheAware().order(Ask([n], 500, 16), crawling, [0, 0])[0] for n in range(50)} == {0}
+    assert {CacheAware().order(RoutedRequest([n], 500, 16), crawling, [0, 0])[0] for n in range(50)} == {0}

@@ -31,7 +31,7 @@ class RequestFailed(StemmaError):
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """One streamed answer; times in seconds of `time.perf_counter`."""
 
     started_at: float
@@ -94,12 +94,12 @@ async def stream_answer(
     *,
     on_text: Callable[[str], None] | None = None,
     count_tokens: TokenCounter | None = None,
-) -> Answer:
+) -> StreamedAnswer:
     """POST `body` to `path` with streaming on and return the measured answer; raise RequestFailed.
 
     `on_text` is called with each piece of text as it comes.
     """
-    answer = Answer(time.perf_counter())
+    answer = StreamedAnswer(time.perf_counter())
     pieces: list[str] = []
     counted = False
     try:
@@ -155,7 +155,7 @@ def _message(body: dict[str, Any]) -> str:
     return visible_lines(str(error.get("message", error) if isinstance(error, dict) else error))
 
 
-def _text_of(chunk: dict[str, Any], answer: Answer) -> str:
+def _text_of(chunk: dict[str, Any], answer: StreamedAnswer) -> str:
     """Return the new text of a chunk of either endpoint; note why it finished."""
     text = ""
     for choice in chunk.get("choices") or ():
@@ -165,7 +165,7 @@ def _text_of(chunk: dict[str, Any], answer: Answer) -> str:
     return text
 
 
-def _read_usage(chunk: dict[str, Any], answer: Answer) -> bool:
+def _read_usage(chunk: dict[str, Any], answer: StreamedAnswer) -> bool:
     """Take the counts that the chunk carries; return whether generated tokens were among them."""
     timings = chunk.get("timings") or {}
     if isinstance(timings.get("cache_n"), int):

@@ -22,7 +22,7 @@ import numpy as np
 from stemma.engine.api import GenerationRequest, RequestOutput, SequenceDelta
 from stemma.engine.client import EngineClient
 from stemma.engine.output.detokenizer import make_detokenizer
-from stemma.engine.sampling.ending import Ending
+from stemma.engine.sampling.ending import EndingRule
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import SamplingParams
 from stemma.model.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ class BeamSearch:
         self._params = params = request.params
         self._width = request.beam.width
         self._length_penalty = request.beam.length_penalty
-        self._ending = Ending.of(params, eos_token_ids, max_model_len - len(request.prompt_token_ids))
+        self._ending = EndingRule.of(params, eos_token_ids, max_model_len - len(request.prompt_token_ids))
         self._max_tokens = self._ending.max_tokens
         self._num_rounds = 0
         self._live = [Hypothesis()]

@@ -31,7 +31,7 @@ from stemma.engine.core.overlap import StreamQueue, ThreadQueue, WorkQueue
 from stemma.engine.core.prediction import ModelDrafts, PredictingRunner
 from stemma.engine.core.request import Limits
 from stemma.engine.core.runner import Runner
-from stemma.engine.core.scheduler import Drafter as SchedulerDrafter
+from stemma.engine.core.scheduler import DraftGuesser
 from stemma.engine.drafts.drafter import Drafter, make_drafter
 from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.engine.preflight import check_engine
@@ -168,7 +168,7 @@ def assemble_engine(
     ranks: Ranks | None = None,
     also_named: tuple[str, ...] = (),
     clock: Callable[[], float] = time.monotonic,
-    drafter: SchedulerDrafter | None = None,
+    drafter: DraftGuesser | None = None,
 ) -> EngineParts:
     """Set up cache, tiers and scheduler over a model that was loaded as `settings` say.
 

@@ -40,7 +40,7 @@ class Perplexity:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LikeliestToken:
     """The likeliest of some next tokens."""
 
     index: int
@@ -96,7 +96,9 @@ class Evaluator:
             if len(tokens) >= 2:
                 yield tokens
 
-    def choose(self, prompt: str, answers: list[str], namespace: Namespace, *, cached: bool) -> Choice:
+    def choose(
+        self, prompt: str, answers: list[str], namespace: Namespace, *, cached: bool
+    ) -> LikeliestToken:
         """Return which answer's first token is likeliest after a prompt. Raises ConfigError if too long."""
         tokenizer = self._parts.tokenizer
         tokens = tokenizer.encode(prompt)
@@ -106,7 +108,7 @@ class Evaluator:
         first = [int(tokenizer.encode(answer, add_special_tokens=False)[0]) for answer in answers]
         steps = list(self._steps(tokens, namespace, None if cached else 0, WARM_CHUNK, last_only=True))
         logprobs = torch.log_softmax(steps[-1][1][-1].double(), dim=-1)[first].numpy()
-        return Choice(int(np.argmax(logprobs)), logprobs, len(tokens), steps[0][0])
+        return LikeliestToken(int(np.argmax(logprobs)), logprobs, len(tokens), steps[0][0])
 
     def _namespace(self) -> Namespace:
         self._num_namespaces += 1

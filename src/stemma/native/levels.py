@@ -60,7 +60,7 @@ _BY_NAME = {level.name: level for level in (*LEVELS, EMULATED)}
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LevelChoice:
     """The level that the kernels of this process are compiled for."""
 
     level: Level
@@ -133,7 +133,7 @@ def level_named(name: str) -> Level:
     return level
 
 
-def choose_level(isa: str = "auto") -> Choice:
+def choose_level(isa: str = "auto") -> LevelChoice:
     """Return the level to run: the one named, by the environment if `isa` is `auto`, else the highest.
 
     Raises ConfigError if the name is unknown or the processor lacks a feature of that level.
@@ -142,7 +142,7 @@ def choose_level(isa: str = "auto") -> Choice:
     if asked == "auto":
         asked, origin = os.environ.get(ISA_VARIABLE) or "auto", ISA_VARIABLE
     if asked == "auto":
-        return Choice(available_levels()[-1], "the highest level of this processor", forced=False)
+        return LevelChoice(available_levels()[-1], "the highest level of this processor", forced=False)
     level = level_named(asked)
     missing = missing_features(level)
     if missing:
@@ -150,4 +150,4 @@ def choose_level(isa: str = "auto") -> Choice:
             f"{origin} asks for {level.name}, but this processor lacks {', '.join(missing)}; "
             f"the highest level here is {available_levels()[-1].name}"
         )
-    return Choice(level, f"{origin} asks for it", forced=True)
+    return LevelChoice(level, f"{origin} asks for it", forced=True)

@@ -17,8 +17,8 @@ from stemma.native.building import Library, Origin, find_compiler, find_or_build
 from stemma.native.compiling import BuildFailed, Compiler
 from stemma.native.levels import (
     LEVELS,
-    Choice,
     Level,
+    LevelChoice,
     available_levels,
     choose_level,
     processor_features,
@@ -196,7 +196,7 @@ def missed_level(isa: str = "auto") -> str | None:
     )
 
 
-def _reason(choice: Choice, loaded: _Loaded) -> str:
+def _reason(choice: LevelChoice, loaded: _Loaded) -> str:
     if loaded.problem is None:
         return choice.reason
     if loaded.kernels is None:
@@ -221,7 +221,7 @@ def drop_kernels() -> None:
     _log_once.cache_clear()
 
 
-def _load(choice: Choice) -> _Loaded:
+def _load(choice: LevelChoice) -> _Loaded:
     if os.environ.get("STEMMA_NATIVE") == "0":
         return _Loaded(None, None, "STEMMA_NATIVE=0 switches the kernels off")
     loaded = _load_level(choice.level)

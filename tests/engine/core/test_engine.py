@@ -9,7 +9,7 @@ import pytest
 from tests.engine.harness import greedy, prompt
 
 from stemma.engine.api import DraftCount
-from stemma.engine.core.scheduler import Drafter
+from stemma.engine.core.scheduler import DraftGuesser
 from stemma.engine.drafts.source import num_accepted
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong
@@ -242,7 +242,7 @@ def test_logprobs_come_with_every_token(harness):
     assert all(len(p.top) == 3 and p.top[0][0] == p.token_id for p in seen)
 
 
-class OracleDrafter(Drafter):
+class OracleDrafter(DraftGuesser):
     """Drafts what will come, with a wrong token now and then."""
 
     def __init__(self, future: list[int], wrong_every: int) -> None:

@@ -15,7 +15,7 @@ from tests.engine.harness import greedy, prompt
 from stemma.config.settings import EngineSettings, ModelSettings, SchedulerSettings, SpeculationSettings
 from stemma.engine.build import open_queue
 from stemma.engine.core.overlap import StreamQueue, ThreadQueue
-from stemma.engine.sampling.ending import Ending
+from stemma.engine.sampling.ending import EndingRule
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.sampler import Sampler, draw_tokens, plan_rows_ahead
 from stemma.engine.sampling.state import SamplingState
@@ -211,7 +211,7 @@ def test_draws_that_read_no_value_are_the_same(vocab_size, spread):
     logits = spread * torch.randn(len(params), vocab_size, generator=generator)
     logits = (logits * 8).round() / 8  # ties
     states = [
-        SamplingState(p, [1, 2, 3], vocab_size, index=i, ending=Ending.of(p, [5], 100))
+        SamplingState(p, [1, 2, 3], vocab_size, index=i, ending=EndingRule.of(p, [5], 100))
         for i, p in enumerate(params)
     ]
     plan = plan_rows_ahead(states, [0] * len(states))

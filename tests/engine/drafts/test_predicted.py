@@ -9,7 +9,7 @@ import pytest
 from tests.engine.drafts.known_cost import KnownCost
 
 from stemma.config.settings import SpeculationSettings
-from stemma.engine.drafts.drafter import Ask, Drafter
+from stemma.engine.drafts.drafter import DraftAsk, Drafter
 from stemma.engine.drafts.predicted import Predicted, best_depth
 from stemma.engine.drafts.source import DraftSource, Proposal
 from stemma.engine.drafts.suffix import SuffixCorpus
@@ -60,7 +60,9 @@ def simulate(
         drafts: dict[int, tuple[int, ...]] = dict.fromkeys(active, ())
         passes = 0
         if drafter.begin_step(len(active)):
-            wanted = drafter.num_to_predict([Ask(i, DEFAULT_NAMESPACE, tokens[i], most[i]) for i in active])
+            wanted = drafter.num_to_predict(
+                [DraftAsk(i, DEFAULT_NAMESPACE, tokens[i], most[i]) for i in active]
+            )
             passes = max(wanted)
             for i, num in zip(active, wanted, strict=True):
                 right = texts[i][lengths[i] : lengths[i] + num]

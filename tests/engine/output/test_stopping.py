@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stemma.engine.output.detokenizer import WindowDetokenizer
 from stemma.engine.output.stopping import Progress, StopChecker
-from stemma.engine.sampling.ending import Ending
+from stemma.engine.sampling.ending import EndingRule
 from stemma.engine.sampling.params import SamplingParams
 from stemma.types import FinishReason
 
@@ -29,7 +29,7 @@ class Letters:
 def run(params: SamplingParams, tokens: Sequence[int], *, max_output_tokens: int = 100) -> list[Progress]:
     """Feed tokens until the checker stops; a missing end is a LENGTH by max_tokens."""
     detokenizer = WindowDetokenizer(Letters(), skip_special_tokens=params.skip_special_tokens)
-    checker = StopChecker(params, detokenizer, Ending.of(params, [EOS], max_output_tokens))
+    checker = StopChecker(params, detokenizer, EndingRule.of(params, [EOS], max_output_tokens))
     result = []
     for token in tokens:
         result.append(checker.append(token))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.sampling.chi_square import chi_square_fits
 
-from stemma.engine.sampling.ending import Ending
+from stemma.engine.sampling.ending import EndingRule
 from stemma.engine.sampling.filters import argmax, candidates, draw, keep, weights_of
 from stemma.engine.sampling.logprobs import likeliest
 from stemma.engine.sampling.params import SamplingParams
@@ -84,7 +84,7 @@ class GridState(SamplingState):
     """Its random numbers are the midpoints of a grid over [0, 1), one after the other, again and again."""
 
     def __init__(self, params: SamplingParams, num_draws: int, vocab_size: int, **settings: object) -> None:
-        ending = Ending.of(params, settings.get("ends", ()), vocab_size)  # type: ignore[arg-type]
+        ending = EndingRule.of(params, settings.get("ends", ()), vocab_size)  # type: ignore[arg-type]
         super().__init__(params, settings.get("prompt", ()), vocab_size, ending=ending)  # type: ignore[arg-type]
         self._grid = itertools.cycle((np.arange(num_draws) + 0.5) / num_draws)
 
@@ -151,7 +151,7 @@ def test_penalties_are_exact_and_leave_the_logits_alone() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_end_tokens_cannot_come_before_min_tokens(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, min_tokens=3, stop_token_ids=(2,), seed=0)
-    state = SamplingState(params, [], 3, ending=Ending.of(params, [0], 100))
+    state = SamplingState(params, [], 3, ending=EndingRule.of(params, [0], 100))
     logits = torch.tensor([50.0, 0.0, 50.0])
     assert sample_one(state, logits, 3) == [1, 1, 1]
     assert sample_one(state, logits)[0] in (0, 2)
@@ -160,7 +160,7 @@ def test_end_tokens_cannot_come_before_min_tokens(temperature: float) -> None:
 def test_ignored_eos_is_an_ordinary_token_before_min_tokens() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=3, ignore_eos=True)
     assert sample_one(
-        SamplingState(params, [], 3, ending=Ending.of(params, [0], 100)), torch.tensor([5.0, 0, 0])
+        SamplingState(params, [], 3, ending=EndingRule.of(params, [0], 100)), torch.tensor([5.0, 0, 0])
     ) == [0]
 
 
@@ -171,7 +171,7 @@ def test_a_seeded_request_is_the_same_in_any_batch() -> None:
     mine = [SamplingParams(seed=7, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p) for p in FILTERS]
     alone = [sample_one(SamplingState(p, [1, 2], vocab_size), logits[i], 70) for i, p in enumerate(mine)]
     together = [SamplingState(p, [1, 2], vocab_size) for p in mine]
-    others = [SamplingState(p, [3], vocab_size, ending=Ending.of(p, [0], 100)) for p in FILTERS]
+    others = [SamplingState(p, [3], vocab_size, ending=EndingRule.of(p, [0], 100)) for p in FILTERS]
     rows = torch.cat([logits, logits * 0.5])
     result: list[list[int]] = [[] for _ in mine]
     for _ in range(70):

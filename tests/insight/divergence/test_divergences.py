@@ -8,7 +8,7 @@ import pytest
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.insight.divergence.report import find_divergences, sentence
 from stemma.insight.divergence.whatif import CacheShape, cached_tokens, in_one_order, with_one_list
-from stemma.insight.divergence.window import DivergenceWindow, Prompt
+from stemma.insight.divergence.window import DivergenceWindow, WholePrompt
 from stemma.prefix.explain import MissReason, Parting
 from stemma.prefix.index import MAX_FOLLOWING
 from stemma.prefix.keys import DEFAULT_NAMESPACE
@@ -126,7 +126,7 @@ def test_the_window_is_bounded_in_requests_prompts_and_tokens():
 def test_a_replay_keeps_to_its_capacity(policy: str):
     rng = np.random.default_rng(1)
     prompts = [
-        Prompt(float(n), DEFAULT_NAMESPACE, encode(BODY[: rng.integers(20, 300)] + f"{n % 7}" * 40))
+        WholePrompt(float(n), DEFAULT_NAMESPACE, encode(BODY[: rng.integers(20, 300)] + f"{n % 7}" * 40))
         for n in range(60)
     ]
     roomy = sum(cached_tokens(prompts, CacheShape(16, 10_000, policy)))
@@ -162,7 +162,7 @@ def test_tools_in_another_order_tell_what_one_order_saves():
 
 def test_other_tools_are_left_as_they_are():
     prompts = [
-        Prompt(float(number), DEFAULT_NAMESPACE, encode(with_tools(names, 0)))
+        WholePrompt(float(number), DEFAULT_NAMESPACE, encode(with_tools(names, 0)))
         for number, names in enumerate(("abc", "abd", "bac"))
     ]
     place = len("Tools: <tool ")
@@ -205,7 +205,7 @@ def test_a_changed_list_of_tools_tells_what_keeping_it_saves(changed: str):
 
 def test_prompts_that_part_for_good_keep_their_tools():
     texts = [with_tools("abc", 0), "Tools: <tool x" + "y" * 200, with_tools("abc", 1)]
-    prompts = [Prompt(float(n), DEFAULT_NAMESPACE, encode(text)) for n, text in enumerate(texts)]
+    prompts = [WholePrompt(float(n), DEFAULT_NAMESPACE, encode(text)) for n, text in enumerate(texts)]
     kept, changed = with_one_list(prompts, [len("Tools: <tool ")])
     assert changed == 0
     assert [bytes(one.tokens.astype(np.uint8)).decode() for one in kept] == texts

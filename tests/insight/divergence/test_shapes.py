@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from stemma.insight.divergence.shapes import SHAPES, TokenTexts, value_at, value_from
+from stemma.insight.divergence.shapes import SHAPES, TokenStarts, value_at, value_from
 
 VALUES = [
     ("uuid", "3f2504e0-4f89-11d3-9a0c-0305e82c3301"),
@@ -64,7 +64,7 @@ def test_no_shape_takes_long_on_hostile_text():
 
 def test_ends_of_tokens_add_up_also_where_a_tokenizer_joins_them():
     words = {1: "to", 2: "day", 3: " is"}
-    plain = TokenTexts(lambda ids: "".join(words[i] for i in ids))
+    plain = TokenStarts(lambda ids: "".join(words[i] for i in ids))
     assert plain.ends([1, 2, 3], "today is") == [2, 5, 8]
-    joined = TokenTexts(lambda ids: " ".join(words[i].strip() for i in ids))
+    joined = TokenStarts(lambda ids: " ".join(words[i].strip() for i in ids))
     assert joined.ends([1, 2, 3], "to day is") == [2, 6, 9]

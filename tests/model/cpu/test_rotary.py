@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from stemma.model.cpu.rotary import MAX_POSITIONS, RotaryAngles
+from stemma.model.cpu.rotary import MAX_POSITIONS, PositionAngles
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -36,7 +36,7 @@ def test_equals_the_module_at_any_position(kind: str, dtype: torch.dtype) -> Non
         hidden_size=128, num_attention_heads=2, max_position_embeddings=32_768, rope_parameters=ROPES[kind]
     )
     module = LlamaRotaryEmbedding(config)
-    angles = RotaryAngles(module, dtype)
+    angles = PositionAngles(module, dtype)
     generator = torch.Generator().manual_seed(0)
     for reach in (1, 700, 1024, 1025, 5000, MAX_POSITIONS, 30_000):
         for count in (1, 3, 8, 33):

@@ -20,7 +20,7 @@ from stemma.model.load.early_packing import EarlyPacking, is_finite
 from stemma.model.load.loading import load_model
 from stemma.model.load.plan import LoadPlan
 from stemma.model.opened.causal_lm import CausalLM
-from stemma.model.opened.checkpoint import Checkpoint
+from stemma.model.opened.checkpoint import DecoderParts
 from stemma.model.weights.named import NamedWeights
 from stemma.native.library import load_kernels
 from stemma.supervision import LoggingSupervisor
@@ -45,7 +45,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     found: list[object] = []
     read = fused_loading.named_weights
 
-    def seen(checkpoint: Checkpoint) -> NamedWeights:
+    def seen(checkpoint: DecoderParts) -> NamedWeights:
         found.append(checkpoint)
         return read(checkpoint)
 

@@ -17,7 +17,7 @@ from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError
 from stemma.model.families.layout import ModelLayout
 from stemma.model.load import fused_loading, loading
-from stemma.model.load.job import Load, Loaded
+from stemma.model.load.job import Loaded, LoadJob
 from stemma.model.load.loading import load_model
 from stemma.model.opened.causal_lm import CausalLM
 from stemma.native.library import load_kernels
@@ -70,7 +70,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[ModelLayout]:
     """Return the layouts of models that were read without modules."""
     found: list[ModelLayout] = []
 
-    def seen(load: Load, layout: ModelLayout) -> Loaded:
+    def seen(load: LoadJob, layout: ModelLayout) -> Loaded:
         found.append(layout)
         return fused_loading.load_fused(load, layout)
 

@@ -21,7 +21,7 @@ _SWITCH_LEAD = 8.0
 """Lead, in sampled hits, that is needed to switch."""
 
 
-class Admission(ABC):
+class TierAdmission(ABC):
     """Decides whether an evicted block moves one tier down. Blocks are named by a 64-bit identity."""
 
     name: ClassVar[str]
@@ -35,7 +35,7 @@ class Admission(ABC):
         return None
 
 
-class AdmitAll(Admission):
+class AdmitAll(TierAdmission):
     """Every evicted block moves down."""
 
     name: ClassVar[str] = "all"
@@ -45,7 +45,7 @@ class AdmitAll(Admission):
         return True
 
 
-class AdmitReused(Admission):
+class AdmitReused(TierAdmission):
     """Blocks that were used once don't move down."""
 
     name: ClassVar[str] = "reused"
@@ -55,7 +55,7 @@ class AdmitReused(Admission):
         return num_uses > 1
 
 
-class AdaptiveAdmission(Admission):
+class AdaptiveAdmission(TierAdmission):
     """All or only reused blocks, whichever currently serves more."""
 
     name: ClassVar[str] = "adaptive"
@@ -100,7 +100,7 @@ class AdaptiveAdmission(Admission):
             shadow.popitem(last=False)
 
 
-def make_admission(name: str, capacity_blocks: int) -> Admission:
+def make_admission(name: str, capacity_blocks: int) -> TierAdmission:
     """Build one by name: `all`, `reused` or `adaptive`. Raises KeyError."""
     if name == AdaptiveAdmission.name:
         return AdaptiveAdmission(capacity_blocks)

@@ -46,7 +46,7 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class UnlimitedResults:
     """Results of an unlimited cache."""
 
     hits: float
@@ -69,17 +69,17 @@ def advise(workload: Workload, tiers: Sequence[TierBytes]) -> list[Advice]:
     return [*found, _policy(workload, tiers, base), *_prompts(workload, base)]
 
 
-def limits_of(workload: Workload) -> Limits:
+def limits_of(workload: Workload) -> UnlimitedResults:
     """Return what the trace allows: hits of a cache that never evicts."""
     trace = workload.trace
     tokens = replay(trace, "lru", None).hit_tokens(trace)
     total = max(1, int(trace.input_tokens.sum()))
     computed = workload.prefill.seconds(tokens, trace.input_tokens)
     everything = workload.prefill.seconds(np.zeros_like(tokens), trace.input_tokens)
-    return Limits(float(tokens.sum()) / total, float(computed.sum()), float(everything.sum()))
+    return UnlimitedResults(float(tokens.sum()) / total, float(computed.sum()), float(everything.sum()))
 
 
-def _worth(workload: Workload, base: Prediction, limits: Limits) -> Advice:
+def _worth(workload: Workload, base: Prediction, limits: UnlimitedResults) -> Advice:
     possible = 1.0 - limits.prefill_s / max(1e-9, limits.uncached_s)
     saved_s = limits.uncached_s - base.prefill_s
     if possible < WORTH:
@@ -97,7 +97,9 @@ def _worth(workload: Workload, base: Prediction, limits: Limits) -> Advice:
     return Advice("worth", text, None, base.token_hit_ratio, base.token_hit_ratio)
 
 
-def _memory(workload: Workload, tiers: Sequence[TierBytes], base: Prediction, limits: Limits) -> Advice:
+def _memory(
+    workload: Workload, tiers: Sequence[TierBytes], base: Prediction, limits: UnlimitedResults
+) -> Advice:
     held = sum(tier.capacity_bytes for tier in tiers)
     if base.token_hit_ratio >= NEARLY_ALL * limits.hits:
         text = (

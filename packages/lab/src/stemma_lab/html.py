@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from stemma.errors import StorageError
 from stemma_lab.replay import ReplayResult
-from stemma_lab.report import Row, name_of_size
+from stemma_lab.report import ReportRow, name_of_size
 from stemma_lab.statistics import (
     RatioSeries,
     hit_ratio_by_depth,
@@ -27,7 +27,7 @@ _PALETTE = ("#4053d3", "#ddb310", "#b51d14", "#00b25d", "#fb49b0", "#00beff", "#
 _NEUTRAL, _GRID = "#76818c", "rgba(128,136,144,0.3)"
 
 
-def write_replay_report(path: Path, trace: Trace, results: list[ReplayResult], rows: list[Row]) -> None:
+def write_replay_report(path: Path, trace: Trace, results: list[ReplayResult], rows: list[ReportRow]) -> None:
     """Write the report. Raises StorageError."""
     largest_gap = _most_telling_size(results, trace)
     at_size = [result for result in results if result.capacity_blocks == largest_gap]
@@ -110,7 +110,7 @@ def _heading(trace: Trace) -> str:
     )
 
 
-def _row_table(rows: list[Row]) -> str:
+def _row_table(rows: list[ReportRow]) -> str:
     header = (
         "policy",
         "blocks",

@@ -34,7 +34,7 @@ ORDERS = ("fcfs", "longest-prefix", "dfs-weight", "ageing")
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class QueueServer:
     """The simulated server."""
 
     capacity_blocks: int
@@ -91,7 +91,7 @@ class _Waiting:
 
 
 def replay_order(
-    trace: Trace, order: str, server: Server, time_scale: float = 1.0, progress: Progress | None = None
+    trace: Trace, order: str, server: QueueServer, time_scale: float = 1.0, progress: Progress | None = None
 ) -> OrderResult:
     """Serve the trace in one order. Arrival times are multiplied by `time_scale`; 0 makes one batch.
 

@@ -22,7 +22,7 @@ from stemma_lab.replay import Progress, TraceCache, replay
 from stemma_lab.savings import PrefillModel
 from stemma_lab.traces.columns import Trace
 from stemma_router.cluster.holdings import Holdings
-from stemma_router.cluster.routers import ROUTERS, Ask, Placements
+from stemma_router.cluster.routers import ROUTERS, Placements, RoutedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class _Run:
         num_prompt_blocks = int(trace.num_prompt_blocks[request])
         length = int(trace.input_tokens[request])
         names = chain[:num_prompt_blocks].tolist()
-        ask = Ask(names, length, trace.block_size, head=_scrambled(names))
+        ask = RoutedRequest(names, length, trace.block_size, head=_scrambled(names))
         replica = self._placements.order(ask)[0]
         placement = self._placements.begin(ask, replica)
         start = max(arrival, self._free_at[replica])

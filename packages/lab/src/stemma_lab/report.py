@@ -15,7 +15,7 @@ from stemma_lab.traces.columns import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """One policy at one capacity."""
 
     policy: str
@@ -36,7 +36,9 @@ class Row:
     """Blocks written to each lower tier."""
 
 
-def make_rows(trace: Trace, results: list[ReplayResult], model: PrefillModel, prices: Prices) -> list[Row]:
+def make_rows(
+    trace: Trace, results: list[ReplayResult], model: PrefillModel, prices: Prices
+) -> list[ReportRow]:
     """Return a row per result, in the same order."""
     ratios = {(result.policy, result.capacity_blocks): result.block_hit_ratio(trace) for result in results}
     rows = []
@@ -44,7 +46,7 @@ def make_rows(trace: Trace, results: list[ReplayResult], model: PrefillModel, pr
         size = result.capacity_blocks
         tokens = int(result.hit_tokens(trace).sum())
         rows.append(
-            Row(
+            ReportRow(
                 policy=result.policy,
                 capacity_blocks=size,
                 block_hit_ratio=ratios[result.policy, size],
@@ -63,11 +65,11 @@ def make_rows(trace: Trace, results: list[ReplayResult], model: PrefillModel, pr
 
 def make_tier_row(
     trace: Trace, result: TierResult, elapsed_s: float, model: PrefillModel, prices: Prices
-) -> Row:
+) -> ReportRow:
     """Return the row of a replay through several tiers."""
     plan = result.plan
     tokens = result.hit_tokens(trace).sum(axis=1)
-    return Row(
+    return ReportRow(
         policy=plan.policy,
         capacity_blocks=plan.capacities[0],
         block_hit_ratio=sum(result.hit_ratios(trace)),
@@ -83,7 +85,9 @@ def make_tier_row(
     )
 
 
-def tier_table(trace: Trace, rows: list[Row], sharing: str, admission: str, model: PrefillModel) -> Table:
+def tier_table(
+    trace: Trace, rows: list[ReportRow], sharing: str, admission: str, model: PrefillModel
+) -> Table:
     """Return hit ratios by tier, a line per policy and device capacity."""
     all_s = float(model.seconds(0, trace.input_tokens).sum())
     table = Table(title=f"{trace.name}: {sharing}, admission {admission}", title_justify="left")
@@ -117,7 +121,7 @@ def _gap_closed(ratio: float, lru: float | None, bound: float | None) -> float |
     return (ratio - lru) / (bound - lru)
 
 
-def hit_ratio_table(trace: Trace, rows: list[Row]) -> Table:
+def hit_ratio_table(trace: Trace, rows: list[ReportRow]) -> Table:
     """Return block hit ratios, a line per policy and a column per capacity."""
     sizes = list(dict.fromkeys(row.capacity_blocks for row in rows))
     # Eight capacities fit in 80 columns; a cut ratio would say nothing, so more of them run over instead.
@@ -149,7 +153,7 @@ def hit_ratio_table(trace: Trace, rows: list[Row]) -> Table:
     return table
 
 
-def savings_table(trace: Trace, rows: list[Row], model: PrefillModel, prices: Prices) -> Table:
+def savings_table(trace: Trace, rows: list[ReportRow], model: PrefillModel, prices: Prices) -> Table:
     """Return tokens, predicted prefill time and money saved, a line per policy and capacity."""
     total_tokens = int(trace.input_tokens.sum())
     total_s = float(model.seconds(0, trace.input_tokens).sum())

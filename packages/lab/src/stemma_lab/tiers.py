@@ -25,7 +25,7 @@ from stemma.prefix.eviction.policy import NO_CONCLUSION, BlockTraits, Conclusion
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.prefix.radix import RadixIndex
 from stemma.types import BlockIds, BlockKey
-from stemma_lab.admission import Admission, make_admission
+from stemma_lab.admission import TierAdmission, make_admission
 from stemma_lab.policies.registry import make_lab_policy
 from stemma_lab.replay import Progress
 from stemma_lab.traces.columns import Trace
@@ -72,7 +72,7 @@ class TierResult:
 class LowerTier:
     """One tier below the device."""
 
-    def __init__(self, capacity_blocks: int, policy: str, admission: Admission, *, marks: bool) -> None:
+    def __init__(self, capacity_blocks: int, policy: str, admission: TierAdmission, *, marks: bool) -> None:
         """`marks`: it evicts first what a tier above holds too."""
         self.marks = marks
         self.index = TierIndex(capacity_blocks, make_lab_policy(policy))

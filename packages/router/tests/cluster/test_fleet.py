@@ -13,11 +13,11 @@ from hypothesis import given
 from stemma.told import Told, ToldLoad
 from stemma_router.cluster.fleet import Fleet, FleetMember, Outcome, Try
 from stemma_router.cluster.health import Check, Standing
-from stemma_router.cluster.routers import Ask, CacheAware, LeastLoaded, Rendezvous, RoundRobin
+from stemma_router.cluster.routers import CacheAware, LeastLoaded, Rendezvous, RoundRobin, RoutedRequest
 from stemma_router.cluster.tries import Tries
 
 URLS = [f"http://host-{name}:8000" for name in "abcd"]
-ASK = Ask([1, 2, 3], 50, 16)
+ASK = RoutedRequest([1, 2, 3], 50, 16)
 
 
 class Clock:
@@ -31,7 +31,7 @@ def fleet_of(num_servers: int, router=CacheAware, clock=None) -> Fleet:
     return Fleet(router(), URLS[:num_servers], clock=clock or Clock())
 
 
-def begun(fleet: Fleet, ask: Ask = ASK, *, is_streamed: bool = True) -> Try:
+def begun(fleet: Fleet, ask: RoutedRequest = ASK, *, is_streamed: bool = True) -> Try:
     """Return the first try of a request."""
     return next_of(Tries(fleet, ask, is_streamed=is_streamed))
 
@@ -51,7 +51,7 @@ def member(fleet: Fleet, url: str) -> FleetMember:
 def fail(fleet: Fleet, url: str) -> None:
     """Let a server fail until it is ejected."""
     for number in range(200):
-        tries = Tries(fleet, Ask([], 5, 16, head=number + 1), is_streamed=True)
+        tries = Tries(fleet, RoutedRequest([], 5, 16, head=number + 1), is_streamed=True)
         while (one := tries.next()) is not None:
             one.end(Outcome.FAILED if one.url == url else Outcome.ANSWERED)
         if member(fleet, url).health.standing is not Standing.HEALTHY:
@@ -106,7 +106,7 @@ def test_a_sick_server_costs_no_request_and_few_tries(outcome: Outcome, router) 
     last = Outcome.LEFT
     for number in range(1000):
         clock.now += 0.1
-        tries = Tries(fleet, Ask([number], 50, 16), is_streamed=True)
+        tries = Tries(fleet, RoutedRequest([number], 50, 16), is_streamed=True)
         while (one := tries.next()) is not None:
             last = outcome if one.url == URLS[0] else Outcome.ANSWERED
             one.end(last)
@@ -118,7 +118,7 @@ def test_a_sick_server_costs_no_request_and_few_tries(outcome: Outcome, router) 
 def test_a_request_that_breaks_its_server_is_sent_to_two_and_ejects_none() -> None:
     fleet = fleet_of(4)
     for number in range(50):
-        tries, count = Tries(fleet, Ask([number], 50, 16), is_streamed=True), 0
+        tries, count = Tries(fleet, RoutedRequest([number], 50, 16), is_streamed=True), 0
         while (one := tries.next()) is not None:
             one.end(Outcome.FAILED)
             count += 1
@@ -132,7 +132,7 @@ def test_servers_that_still_answer_are_not_flooded() -> None:
     fleet = fleet_of(4, RoundRobin, clock)
     num_failed = 0
     for number in range(2000):
-        tries = Tries(fleet, Ask([number], 50, 16), is_streamed=True)
+        tries = Tries(fleet, RoutedRequest([number], 50, 16), is_streamed=True)
         while (one := tries.next()) is not None:
             one.end(Outcome.ANSWERED if one.url == URLS[3] else Outcome.FAILED)
         num_failed += one is None
@@ -192,7 +192,7 @@ def test_a_slow_server_is_ejected_though_it_answers() -> None:
     clock = Clock()
     fleet = fleet_of(3, RoundRobin, clock)
     for _ in range(60):
-        one = begun(fleet, Ask([], 1000, 16, head=1))
+        one = begun(fleet, RoutedRequest([], 1000, 16, head=1))
         clock.now += 20 if one.url == URLS[0] else 1
         one.first_byte()
         one.end(Outcome.ANSWERED)
@@ -240,7 +240,7 @@ def test_a_slow_server_is_ejected_though_its_answers_come_whole_and_comes_back_w
 
 
 def begun_at(fleet: Fleet, url: str, *, is_streamed: bool = True) -> Try:
-    ask = Ask([], 1000, 16, head=1)
+    ask = RoutedRequest([], 1000, 16, head=1)
     return fleet.begin(member(fleet, url), ask, is_retry=False, is_streamed=is_streamed)
 
 
@@ -260,11 +260,11 @@ def test_how_long_to_wait_follows_the_queue_and_an_unstreamed_answer_has_no_limi
     clock = Clock()
     fleet = fleet_of(1, clock=clock)
     for _ in range(30):
-        one = begun(fleet, Ask([], 1000, 16, head=1))
+        one = begun(fleet, RoutedRequest([], 1000, 16, head=1))
         clock.now += 1
         one.first_byte()
         one.end(Outcome.ANSWERED)
-    waiting = [begun(fleet, Ask([], 1000, 16, head=1)) for _ in range(20)]
+    waiting = [begun(fleet, RoutedRequest([], 1000, 16, head=1)) for _ in range(20)]
     limits = [one.limit_s or 0.0 for one in waiting]
     assert limits[0] < 20 < limits[19]
     assert begun(fleet, is_streamed=False).limit_s is None
@@ -307,13 +307,13 @@ def test_routers_side_by_side_agree_on_homes_whatever_their_lists_order() -> Non
     shuffled = random.Random(0).sample(URLS, 4)
     one, other = Fleet(CacheAware(), URLS), Fleet(CacheAware(), shuffled)
     for head in range(1, 100):
-        ask = Ask([], 50, 16, head=head)
+        ask = RoutedRequest([], 50, 16, head=head)
         assert [m.url for m in one.order(ask)] == [m.url for m in other.order(ask)]
 
 
 def test_beginnings_are_spread_and_a_server_that_leaves_moves_only_its_share() -> None:
     whole, rest = fleet_of(4, Rendezvous), fleet_of(3, Rendezvous)
-    asks = [Ask([], 5, 16, head=n * 7919 + 1) for n in range(400)]
+    asks = [RoutedRequest([], 5, 16, head=n * 7919 + 1) for n in range(400)]
     first = Counter(whole.order(ask)[0].url for ask in asks)
     assert all(60 < count < 140 for count in first.values())
     for ask in asks:
@@ -370,7 +370,7 @@ def test_an_optional_request_goes_to_no_server_that_is_down() -> None:
 def test_a_whole_answer_is_late_after_what_it_can_take_at_the_most() -> None:
     """Never before, however many other requests the server has; and not if its length isn't known."""
     fleet = fleet_of(2)
-    ask = Ask([1, 2, 3], 50, 16, max_output=1000)
+    ask = RoutedRequest([1, 2, 3], 50, 16, max_output=1000)
     assert begun(fleet, ask, is_streamed=False).limit_s is None  # the server told nothing yet
     for url in URLS[:2]:
         fleet.note_check(url, Check.SERVES, Told(decode_s_per_token=0.05))
@@ -383,9 +383,11 @@ def test_a_whole_answer_is_late_after_what_it_can_take_at_the_most() -> None:
     assert again.limit_s is not None
     assert again.limit_s > one.limit_s + 50.0 - 1e-6
     assert begun(fleet, ASK, is_streamed=False).limit_s is None  # it may have any number of tokens
-    assert begun(fleet, Ask([], 5, 16, max_output=10**6), is_streamed=False).limit_s is None  # hours
+    assert (
+        begun(fleet, RoutedRequest([], 5, 16, max_output=10**6), is_streamed=False).limit_s is None
+    )  # hours
     pooled = fleet_of(1)
-    assert begun(pooled, Ask([], 5, 16, max_output=0), is_streamed=False).limit_s is not None
+    assert begun(pooled, RoutedRequest([], 5, 16, max_output=0), is_streamed=False).limit_s is not None
 
 
 def num_beside(fleet: Fleet, one: Try) -> int:

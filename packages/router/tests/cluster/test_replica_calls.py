@@ -15,11 +15,18 @@ pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 from stemma.kv_events.names import chain_of
 from stemma.kv_events.schema import CPU, GPU, STORAGE, BlockRemoved, BlockStored
 from stemma_router.cluster.replica_calls import Homes, ReplicaCall, ReplicaPlace, RoutedCall
-from stemma_router.cluster.routers import Ask, CacheAware, Placement, Placements, PrefixAffinity, RoundRobin
+from stemma_router.cluster.routers import (
+    CacheAware,
+    Placement,
+    Placements,
+    PrefixAffinity,
+    RoundRobin,
+    RoutedRequest,
+)
 
 TOKENS = np.arange(64, dtype=np.int32)
 CHAIN = chain_of(TOKENS, 16)
-ASK = Ask(CHAIN, 64, 16)
+ASK = RoutedRequest(CHAIN, 64, 16)
 
 
 def place(disk: str | None) -> ReplicaPlace:
@@ -38,18 +45,18 @@ def test_a_successor_with_the_same_disk_has_number_and_knowledge() -> None:
     two, _ = homes.take("b", place("disk-1"))
     assert (one.number, two.number) == (0, 1)
     one.follower.take([stored(GPU), stored(CPU), stored(STORAGE, 3)])
-    assert placements.depths(Ask(CHAIN, 10**6, 16)) == [4, 0]
+    assert placements.depths(RoutedRequest(CHAIN, 10**6, 16)) == [4, 0]
     one.replica = None
     one.follower.restart()
-    assert placements.depths(Ask(CHAIN, 10**6, 16)) == [3, 0]
+    assert placements.depths(RoutedRequest(CHAIN, 10**6, 16)) == [3, 0]
     again, is_restart = homes.take("c", place("disk-0"))
     assert (again.number, is_restart) == (0, True)
     again.follower.take([BlockRemoved([b"\x02"], STORAGE)])
-    assert placements.depths(Ask(CHAIN, 10**6, 16)) == [2, 0]
+    assert placements.depths(RoutedRequest(CHAIN, 10**6, 16)) == [2, 0]
     again.replica = None
     other, is_restart = homes.take("d", place("disk-9"))
     assert (other.number, is_restart) == (0, False)
-    assert placements.depths(Ask(CHAIN, 10**6, 16)) == [0, 0]
+    assert placements.depths(RoutedRequest(CHAIN, 10**6, 16)) == [0, 0]
 
 
 def test_routers_see_those_that_run() -> None:
@@ -69,7 +76,7 @@ class Router(CallRouter):
     def __init__(self) -> None:
         self.placements = Placements(CacheAware(), 2)
 
-    def begin(self, ask: Ask, replica: Hashable) -> Placement | None:
+    def begin(self, ask: RoutedRequest, replica: Hashable) -> Placement | None:
         return self.placements.begin(ask, int(str(replica)))
 
     def post(self, work: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ from stemma.kv_events.schema import decode, encode
 from stemma.memory.kv_events import KVEvent, KVEventSink
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma_router.cluster.holdings import Holdings
-from stemma_router.events.follower import Follower
+from stemma_router.events.follower import EventFollower
 
 __all__ = ["expected", "serve"]  # fixtures
 
@@ -32,7 +32,7 @@ __all__ = ["expected", "serve"]  # fixtures
 class Direct(KVEventSink):
     """Translates and follows at once, without sockets."""
 
-    def __init__(self, follower: Follower, block_size: int, *, has_checkpoints: bool = False) -> None:
+    def __init__(self, follower: EventFollower, block_size: int, *, has_checkpoints: bool = False) -> None:
         self._follower = follower
         self._block_size = block_size
         self._has_checkpoints = has_checkpoints
@@ -53,7 +53,7 @@ def test_the_follower_believes_what_the_cache_holds(harness, index: str) -> None
     """Prompts that share, overflow and are flushed: after each, the depth is that of the cache."""
     engine = harness(num_blocks=24, block_size=8, index=index)
     holdings = Holdings(secret=1)
-    engine.cache.watch(Direct(Follower(0, holdings), 8))
+    engine.cache.watch(Direct(EventFollower(0, holdings), 8))
     generator = np.random.default_rng(0)
     prompts: list[TokenArray] = []
     for number in range(30):
@@ -89,7 +89,7 @@ def test_a_follower_knows_how_deep_prompts_resume(family: str, tmp_path: Path) -
     llm = LLM(path, block_size=16, kv_cache_memory="1MB", max_batch_tokens=64)
     holdings = Holdings(secret=1)
     cache = llm.engine.cache
-    cache.watch(Direct(Follower(0, holdings), 16, has_checkpoints=True))
+    cache.watch(Direct(EventFollower(0, holdings), 16, has_checkpoints=True))
     depths = set[int]()
     prompts = told_prompts(30)
     for number, one in enumerate(prompts):
@@ -116,7 +116,7 @@ def test_a_follower_believes_no_checkpoint_of_which_a_lower_tier_lost_a_piece(
     llm = LLM(path, block_size=16, kv_cache_memory="500kB", max_batch_tokens=64, load_when="always", **tiers)
     holdings = Holdings(secret=1)
     cache = llm.engine.cache
-    cache.watch(Direct(Follower(0, holdings), 16, has_checkpoints=True))
+    cache.watch(Direct(EventFollower(0, holdings), 16, has_checkpoints=True))
     prompts = told_prompts(20)
     generator = np.random.default_rng(1)
     num_below = 0
@@ -141,7 +141,7 @@ def test_a_router_is_told_of_checkpoints_on_disk(family: str, tmp_path: Path) ->
         live = LiveBlocks(16, names, has_checkpoints=True)
         llm.engine.cache.watch(Kept(live))
         holdings = Holdings(secret=1)
-        Follower(0, holdings).take(list(live.snapshot()))
+        EventFollower(0, holdings).take(list(live.snapshot()))
         depths.append(holdings.depths(chain_of(tokens, 16), 1)[0])
         llm.generate(tokens.tolist(), greedy(1))
         llm.close()
@@ -163,7 +163,7 @@ def told_by(one: Harness, names: Path) -> Holdings:
     live = LiveBlocks(BLOCK_SIZE, names)
     one.cache.watch(Kept(live))
     holdings = Holdings(secret=1)
-    Follower(0, holdings).take(list(live.snapshot()))
+    EventFollower(0, holdings).take(list(live.snapshot()))
     return holdings
 
 

@@ -16,7 +16,7 @@ from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.supervision import LoggingSupervisor
 from stemma.types import BlockKey
 from stemma_router.cluster.holdings import Holdings
-from stemma_router.events.follower import Follower
+from stemma_router.events.follower import EventFollower
 from stemma_router.events.subscriber import Subscription
 
 SIZE = 4
@@ -61,7 +61,7 @@ class Following:
 
     def __init__(self, endpoint: str, replay: str | None) -> None:
         self.holdings = Holdings(secret=1)
-        self.follower = Follower(0, self.holdings)
+        self.follower = EventFollower(0, self.holdings)
         self.subscription = Subscription(self.follower, endpoint, replay)
 
     async def __aenter__(self) -> Following:

@@ -25,7 +25,7 @@ from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, BlocksStored, C
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.types import BlockKey, Tier
 from stemma_router.cluster.holdings import Holdings
-from stemma_router.events.follower import Follower
+from stemma_router.events.follower import EventFollower
 
 NUM_BLOCKS = 6
 TOKENS = np.arange(NUM_BLOCKS * SIZE, dtype=np.int32)
@@ -49,7 +49,7 @@ class Router:
     def __init__(self, live: LiveBlocks, *, has_checkpoints: bool = True) -> None:
         self.holdings = Holdings(secret=1)
         self._has_checkpoints = has_checkpoints
-        self._follower = Follower(0, self.holdings)
+        self._follower = EventFollower(0, self.holdings)
         self._follower.take(list(live.snapshot()))
 
     def take(self, events: Sequence[KVEvent]) -> None:

@@ -30,7 +30,7 @@ from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, BlocksStored
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.types import Tier
 from stemma_router.cluster.holdings import Holdings
-from stemma_router.events.follower import Follower
+from stemma_router.events.follower import EventFollower
 
 
 async def test_a_router_that_starts_late_knows_what_happened_long_before(
@@ -156,7 +156,7 @@ def test_a_snapshot_that_contradicts_itself_is_malformed(event: BlocksHeld) -> N
 
 def test_a_snapshot_may_name_unknown_tiers() -> None:
     holdings = Holdings(secret=1)
-    follower = Follower(0, holdings)
+    follower = EventFollower(0, holdings)
     words = np.arange(1, 4, dtype="<u8").tobytes()
     follower.take(decode(encode(0.0, [BlocksHeld(words, words, bytes([1, 200, 5]), SIZE)])))
     assert holdings.depths([1, 2, 3], 1) == [1]

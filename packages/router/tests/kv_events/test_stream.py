@@ -27,7 +27,7 @@ from stemma.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored
 from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, CheckpointStored
 from stemma.types import Tier
 from stemma_router.cluster.holdings import Holdings
-from stemma_router.events.follower import Follower
+from stemma_router.events.follower import EventFollower
 
 
 async def test_events_before_and_after_the_subscription_arrive() -> None:
@@ -116,7 +116,7 @@ def test_an_address_in_use_is_a_config_error() -> None:
 
 def test_a_follower_leaves_out_blocks_that_it_cannot_place() -> None:
     holdings = Holdings(secret=1)
-    follower = Follower(0, holdings)
+    follower = EventFollower(0, holdings)
     follower.take([BlockStored([1], 99, [1, 2, 3, 4], 4, None, "GPU", None)])  # unknown predecessor
     follower.take([BlockStored([2, 3], None, [1, 2, 3, 4], 4, None, "GPU", None)])  # too few tokens
     follower.take([BlockStored([4], None, [], 4, None, "CPU", None)])  # no tokens, never seen before
@@ -127,7 +127,7 @@ def test_a_follower_leaves_out_blocks_that_it_cannot_place() -> None:
 
 def test_a_block_is_held_until_it_left_every_tier() -> None:
     holdings = Holdings(secret=1)
-    follower = Follower(0, holdings)
+    follower = EventFollower(0, holdings)
     chain = chain_of(tokens(3), SIZE)
     follower.take([BlockStored([b"k"], None, [3] * SIZE, SIZE, None, "GPU", None)])
     follower.take([BlockStored([b"k"], None, [], SIZE, None, "CPU", None), BlockRemoved([b"k"], "GPU")])
@@ -141,7 +141,7 @@ def test_a_block_is_held_until_it_left_every_tier() -> None:
 def test_groups_of_vllm_that_keep_windows_or_states_dont_remove_kv() -> None:
     """Their blocks have the same hashes as those with KV."""
     holdings = Holdings(secret=1)
-    follower = Follower(0, holdings)
+    follower = EventFollower(0, holdings)
     chain = chain_of(tokens(3), SIZE)
 
     def stored_in(group: int, kind: str) -> BlockStored:

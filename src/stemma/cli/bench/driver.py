@@ -12,7 +12,7 @@ from typing import Any, Literal
 import httpx
 
 from stemma.cli.bench.workloads import Session
-from stemma.cli.client import Answer, RequestFailed, TokenCounter, stream_answer
+from stemma.cli.client import RequestFailed, StreamedAnswer, TokenCounter, stream_answer
 
 Endpoint = Literal["chat", "completions"]
 _PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -51,7 +51,7 @@ class Record:
 
     session: int
     turn: int
-    answer: Answer | None = None
+    answer: StreamedAnswer | None = None
     error: str | None = None
 
 
@@ -84,7 +84,7 @@ async def negotiate(
     raise failure
 
 
-async def ask(target: Target, session: Session, answers: Sequence[str], max_tokens: int) -> Answer:
+async def ask(target: Target, session: Session, answers: Sequence[str], max_tokens: int) -> StreamedAnswer:
     """Send the turn of `session` that follows `answers`."""
     body = {"model": target.model, "max_tokens": max_tokens, **target.extra}
     if target.endpoint == "chat":

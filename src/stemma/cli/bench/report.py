@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from stemma.cli.bench.driver import Record
-from stemma.cli.client import Answer
+from stemma.cli.client import StreamedAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def summarize(records: Sequence[Record], wall_s: float) -> Summary:
     )
 
 
-def _total(answers: Sequence[Answer], value: Callable[[Answer], int | None]) -> int | None:
+def _total(answers: Sequence[StreamedAnswer], value: Callable[[StreamedAnswer], int | None]) -> int | None:
     known = [number for answer in answers if (number := value(answer)) is not None]
     return sum(known) if known else None
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from stemma.cli.chat.conversation import Conversation
 from stemma.cli.chat.questions import Questions
 from stemma.cli.chat.slash_commands import COMMANDS, command_of
-from stemma.cli.client import Answer, RequestFailed, stream_answer
+from stemma.cli.client import RequestFailed, StreamedAnswer, stream_answer
 from stemma.terminal_text import visible, visible_lines
 
 _SHOWN = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -88,7 +88,7 @@ class ChatSession:
             await asyncio.wait([asking])
         self._end_turn(question, "".join(pieces), asking)
 
-    def _end_turn(self, question: str, text: str, asked: asyncio.Future[Answer]) -> None:
+    def _end_turn(self, question: str, text: str, asked: asyncio.Future[StreamedAnswer]) -> None:
         if asked.cancelled():
             note = "stopped; what was said stays in the conversation" if text else "stopped"
         elif isinstance(error := asked.exception(), RequestFailed):
@@ -116,7 +116,7 @@ def _stopped_by_interrupt(asking: asyncio.Future[Any]) -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def describe(answer: Answer) -> str:
+def describe(answer: StreamedAnswer) -> str:
     """Return e.g. ``412 prompt tokens, 384 cached (93 %); first token 0.04 s, then 31.0 tokens/s``."""
     parts = []
     if answer.num_prompt_tokens is not None:

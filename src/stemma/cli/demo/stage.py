@@ -19,7 +19,7 @@ _BAR_CELLS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StageOutcome:
     """One request, as the client saw it."""
 
     label: str
@@ -62,21 +62,21 @@ class Stage:
         self.console.rule(f"[bold]{heading}[/]", align="left", style="cyan")
         self.console.print(f"[dim]{explanation}[/]")
 
-    async def chat(self, label: str, messages: Messages, max_tokens: int = 48) -> Outcome:
+    async def chat(self, label: str, messages: Messages, max_tokens: int = 48) -> StageOutcome:
         """Ask over OpenAI's chat API, greedy and streamed."""
         return await self._ask(
             label, "/v1/chat/completions", {"messages": messages, "max_tokens": max_tokens}
         )
 
-    async def complete(self, label: str, prompt: str, max_tokens: int = 8) -> Outcome:
+    async def complete(self, label: str, prompt: str, max_tokens: int = 8) -> StageOutcome:
         """Ask over OpenAI's completions API, greedy and streamed; the answer ends with its line."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "stop": "\n"}
         return await self._ask(label, "/v1/completions", body)
 
-    async def _ask(self, label: str, path: str, body: dict[str, Any]) -> Outcome:
+    async def _ask(self, label: str, path: str, body: dict[str, Any]) -> StageOutcome:
         common = {"model": self.model, "temperature": 0.0, "stream_options": {"include_usage": True}}
         answer = await stream_answer(self.http, path, {**common, **body})
-        return Outcome(
+        return StageOutcome(
             label,
             answer.num_prompt_tokens or 0,
             answer.num_cached_tokens or 0,
@@ -95,7 +95,7 @@ class Stage:
         stats: dict[str, Any] = response.json()
         return stats
 
-    async def generate(self, label: str, inputs: str, max_new_tokens: int) -> Outcome:
+    async def generate(self, label: str, inputs: str, max_new_tokens: int) -> StageOutcome:
         """Ask over TGI's ``/generate``, whole; the time is that of the whole request."""
         body = {"inputs": inputs, "parameters": {"max_new_tokens": max_new_tokens, "details": True}}
         started = time.perf_counter()
@@ -104,7 +104,7 @@ class Stage:
         response.raise_for_status()
         answer = response.json()
         details = answer["details"]
-        return Outcome(
+        return StageOutcome(
             label,
             details["prompt_tokens"],
             details["stemma"]["cached_tokens"],
@@ -122,7 +122,7 @@ class Stage:
         self.http = make_http(self.server.url)
         return time.perf_counter() - started
 
-    def show(self, outcomes: list[Outcome]) -> None:
+    def show(self, outcomes: list[StageOutcome]) -> None:
         """Print each request: what was reused, its time, why the rest was computed, and the answer."""
         for outcome in outcomes:
             line = Text.assemble(

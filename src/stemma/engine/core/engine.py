@@ -24,7 +24,7 @@ from stemma.engine.core.request import (
 )
 from stemma.engine.core.returns import ReturnLoads
 from stemma.engine.core.runner import Runner
-from stemma.engine.core.scheduler import Drafter, ModelDrafts, Scheduler, StepLimits
+from stemma.engine.core.scheduler import DraftGuesser, DraftingModel, Scheduler, StepLimits
 from stemma.engine.core.step_rows import Drawn, StepRows
 from stemma.engine.core.tally import Tally
 from stemma.engine.core.tree_drawing import draw_tree
@@ -65,8 +65,8 @@ class Engine:
         *,
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
-        drafter: Drafter | None = None,
-        model_drafts: ModelDrafts | None = None,
+        drafter: DraftGuesser | None = None,
+        model_drafts: DraftingModel | None = None,
         trace_log: TraceLog | None = None,
         queue: WorkQueue | None = None,
         memory: MemoryPlan | None = None,

@@ -24,7 +24,7 @@ from stemma.engine.core.adapter_seats import PreparedAdapters
 from stemma.engine.core.request import Scheduled, SequenceState
 from stemma.engine.core.runner import Runner
 from stemma.engine.core.step_rows import StepRows
-from stemma.engine.drafts.drafter import Ask, Drafter
+from stemma.engine.drafts.drafter import DraftAsk, Drafter
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.batch import ForwardBatch
@@ -137,7 +137,8 @@ class ModelDrafts:
         """Offer the drafter guesses of up to `max_tokens` for sequences that are about to decode."""
         able = [s for s in decoding if s.hidden is not None and s.num_left > 1]
         asks = [
-            Ask(s.age, s.state.request.namespace, s.tokens, min(max_tokens, s.num_left - 1)) for s in able
+            DraftAsk(s.age, s.state.request.namespace, s.tokens, min(max_tokens, s.num_left - 1))
+            for s in able
         ]
         wanted = [
             (sequence, num_tokens)

@@ -10,7 +10,7 @@ import torch
 
 from stemma.engine.api import CacheReport, DraftCount, GenerationRequest
 from stemma.engine.pooling import PooledPrompt
-from stemma.engine.sampling.ending import Ending
+from stemma.engine.sampling.ending import EndingRule
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.prompt_logprobs import PromptScores
 from stemma.engine.sampling.state import SamplingState
@@ -53,7 +53,7 @@ class RequestState:
         "sequences",
     )
 
-    def __init__(self, request: GenerationRequest, ending: Ending, arrival: float, order: int) -> None:
+    def __init__(self, request: GenerationRequest, ending: EndingRule, arrival: float, order: int) -> None:
         self.request = request
         self.ending = ending
         self.arrival = arrival
@@ -240,10 +240,10 @@ class Limits:
         self.max_tokens = max_tokens
         """Prompt plus output: what model and cache can hold."""
 
-    def ending(self, request: GenerationRequest) -> Ending:
+    def ending(self, request: GenerationRequest) -> EndingRule:
         """Return the rule by which tokens end the sequences of a request."""
         room = self.max_tokens - len(request.prompt_token_ids)
-        ending = Ending.of(request.params, self.eos_token_ids, room)
+        ending = EndingRule.of(request.params, self.eos_token_ids, room)
         has_answer = request.pooling is None and not request.is_preparation
         return ending if has_answer else replace(ending, max_tokens=0)
 

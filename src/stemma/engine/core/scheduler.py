@@ -31,7 +31,7 @@ from stemma.prefix.keys import Namespace
 from stemma.types import TokenArray
 
 
-class Drafter(Protocol):
+class DraftGuesser(Protocol):
     """Guesses what follows; the engine verifies the guess in the step that would compute one token anyway.
 
     `drafts.drafter.Drafter` implements it. Sequences are told apart by `key`.
@@ -89,7 +89,7 @@ class StepLimits:
     """Running sequences, where the settings name no number."""
 
 
-class ModelDrafts(Protocol):
+class DraftingModel(Protocol):
     """Drafts by the model itself, offered to the drafter. `prediction.ModelDrafts` implements it."""
 
     def offer(self, decoding: Sequence[SequenceState], max_tokens: int) -> None:
@@ -107,8 +107,8 @@ class Scheduler:
         settings: SchedulerSettings,
         cache: PrefixCache,
         *,
-        drafter: Drafter | None = None,
-        model_drafts: ModelDrafts | None = None,
+        drafter: DraftGuesser | None = None,
+        model_drafts: DraftingModel | None = None,
         limits: StepLimits | None = None,
         max_adapters: int = 1,
         on_start: Callable[[SequenceState], None] = lambda _sequence: None,

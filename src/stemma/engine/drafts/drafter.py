@@ -60,7 +60,7 @@ class _Speculation:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftAsk:
     """A sequence for which the model may guess tokens."""
 
     key: Hashable
@@ -190,7 +190,7 @@ class Drafter:
                 best, best_tokens, best_gain = proposal, num_tokens, gain
         return best, best_tokens, best_gain
 
-    def num_to_predict(self, asks: Sequence[Ask]) -> list[int]:
+    def num_to_predict(self, asks: Sequence[DraftAsk]) -> list[int]:
         """Return how many tokens the model should guess for each sequence; 0: none.
 
         A pass of the model's own layer serves all sequences. It is run where what it gains beyond the drafts

@@ -49,7 +49,7 @@ class Detokenizer(Protocol):
         """Return what is still held back: bytes that no later token will complete."""
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """The part of `model.tokenizer.Tokenizer` that is needed here."""
 
     @property
@@ -91,7 +91,7 @@ class WindowDetokenizer(Detokenizer):
     """
 
     def __init__(
-        self, decoder: Decoder, *, skip_special_tokens: bool = True, before: Sequence[int] = ()
+        self, decoder: TokenDecoder, *, skip_special_tokens: bool = True, before: Sequence[int] = ()
     ) -> None:
         """`before`: the last tokens of the prompt; an answer that goes on with its text keeps its space."""
         self._decoder = decoder

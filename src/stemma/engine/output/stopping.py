@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stemma.engine.output.detokenizer import Detokenizer
-from stemma.engine.sampling.ending import Ending
+from stemma.engine.sampling.ending import EndingRule
 from stemma.engine.sampling.params import SamplingParams
 from stemma.types import FinishReason
 
@@ -28,7 +28,7 @@ class Progress:
 class StopChecker:
     """Follows the output of one sequence token by token."""
 
-    def __init__(self, params: SamplingParams, detokenizer: Detokenizer, ending: Ending) -> None:
+    def __init__(self, params: SamplingParams, detokenizer: Detokenizer, ending: EndingRule) -> None:
         self._params = params
         self._detokenizer = detokenizer
         self._ending = ending

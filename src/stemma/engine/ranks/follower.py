@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from stemma.config.settings import PoolSettings, WritePolicy
 from stemma.engine.ranks.messages import (
-    Answer,
     Ask,
     ClearSlab,
     Close,
@@ -32,6 +31,7 @@ from stemma.engine.ranks.messages import (
     LoadBlocks,
     Open,
     Reached,
+    Reply,
     Start,
     StartPrefetch,
     Step,
@@ -132,7 +132,7 @@ class Follower:
             case Tell(method, arguments) if method in _TOLD:
                 getattr(self._tiers, method)(*arguments)
             case Ask(number, "num_held", (keys,)):
-                self._link.send(Answer(number, len(self._tiers.match(keys))))
+                self._link.send(Reply(number, len(self._tiers.match(keys))))
             case Ask(number, method, arguments) if method in _ASKED:
                 self._answer_later(number, partial(getattr(self._tiers, method), *arguments))
             case Ask(number, "open_pool", (settings,)):
@@ -157,14 +157,14 @@ class Follower:
     def _prefetch(self, message: StartPrefetch) -> None:
         def answer(_probe: Future[None]) -> None:
             with suppress(OSError):  # rank 0 has ended, which `serve` notices
-                self._link.send(Answer(message.number, self._tiers.asks.ask_s))
+                self._link.send(Reply(message.number, self._tiers.asks.ask_s))
 
         asked = message.parent, message.keys, message.owners
         if (started := self._tiers.prefetch(*asked, ask=message.ask)) is not None:
             self._prefetches[message.number] = started
             started.probe.add_done_callback(answer)
         else:
-            self._link.send(Answer(message.number, self._tiers.asks.ask_s))
+            self._link.send(Reply(message.number, self._tiers.asks.ask_s))
 
     def _step(self, step: Step) -> None:
         device = self._model.device
@@ -212,7 +212,7 @@ class Follower:
     def _answer(self, number: int, future: Future[Any]) -> None:
         error = future.exception()
         with suppress(OSError):  # rank 0 has ended, which `serve` notices
-            self._link.send(Answer(number, future.result() if error is None else _sendable(error)))
+            self._link.send(Reply(number, future.result() if error is None else _sendable(error)))
 
 
 class _EndingSupervisor(Supervisor):

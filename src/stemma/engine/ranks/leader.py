@@ -21,7 +21,6 @@ from typing import Any
 
 from stemma.config.settings import EngineSettings
 from stemma.engine.ranks.messages import (
-    Answer,
     Ask,
     Close,
     Failed,
@@ -29,6 +28,7 @@ from stemma.engine.ranks.messages import (
     LoadBlocks,
     Open,
     Reached,
+    Reply,
     Start,
     StartPrefetch,
 )
@@ -254,7 +254,7 @@ class Ranks:
                 message = one.link.receive()
                 if isinstance(message, Reached):
                     one.stages[message.stage].set_result(None)
-                elif isinstance(message, Answer):
+                elif isinstance(message, Reply):
                     _settle(one.answers.pop(message.number), message.value)
                 elif isinstance(message, Failed):
                     one.last_words = message.error

@@ -135,7 +135,7 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     """To `Ask`, `LoadBlocks` or `StartPrefetch`: a value, or the exception."""
 
     number: int

@@ -13,7 +13,7 @@ from stemma.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class EndingRule:
     """The rule of one request."""
 
     eos_token_ids: frozenset[int]
@@ -26,7 +26,7 @@ class Ending:
     """Most output tokens: what the request wants and the context leaves. 0: the prompt alone is wanted."""
 
     @classmethod
-    def of(cls, params: SamplingParams, eos_token_ids: Collection[int], room: int) -> Ending:
+    def of(cls, params: SamplingParams, eos_token_ids: Collection[int], room: int) -> EndingRule:
         """Return the rule of a request whose context leaves `room` tokens for output."""
         return cls(
             frozenset(() if params.ignore_eos and params.grammar is None else eos_token_ids),

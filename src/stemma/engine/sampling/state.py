@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.engine.sampling.constraints import Constraints
-from stemma.engine.sampling.ending import Ending
+from stemma.engine.sampling.ending import EndingRule
 from stemma.engine.sampling.grammar import Grammar, GrammarState
 from stemma.engine.sampling.params import SamplingParams
 
@@ -40,7 +40,7 @@ class SamplingState:
         vocab_size: int,
         *,
         index: int = 0,
-        ending: Ending | None = None,
+        ending: EndingRule | None = None,
         seed_source: Callable[[], int] = _fresh_seed,
         grammar: GrammarState | None = None,
         calls: Sequence[Grammar] = (),
@@ -51,7 +51,7 @@ class SamplingState:
         self._seed, self._seed_source, self._index = params.seed, seed_source, index
         self._chunk = -1
         self._uniforms = _NO_NUMBERS
-        self._ending = ending or Ending.of(params, (), vocab_size)
+        self._ending = ending or EndingRule.of(params, (), vocab_size)
         self._end_ids = self._ending.held_back(vocab_size)
         self.has_penalties = (
             params.repetition_penalty != 1.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stemma.insight.divergence.shapes import SHAPES, TEXT, Decode, TokenTexts, value_at
+from stemma.insight.divergence.shapes import SHAPES, TEXT, Decode, TokenStarts, value_at
 from stemma.insight.divergence.whatif import (
     CacheShape,
     cached_tokens,
@@ -23,9 +23,9 @@ from stemma.insight.divergence.window import (
     REASONS,
     REORDERED,
     UNKNOWN,
-    Prompt,
     Records,
     Snapshot,
+    WholePrompt,
 )
 from stemma.prefix.explain import MissReason
 
@@ -126,7 +126,7 @@ def find_divergences(
 ) -> DivergenceReport:
     """Return the costliest divergences of requests that came after `since`. Slow: not for an event loop."""
     records = snapshot.records[snapshot.records["at"] >= since]
-    texts = TokenTexts(decode)
+    texts = TokenStarts(decode)
     groups: defaultdict[tuple[str, int], _Group] = defaultdict(_Group)
     for record in records:
         _classify(record, texts, groups)
@@ -156,7 +156,7 @@ def find_divergences(
     )
 
 
-def _classify(record: Records, texts: TokenTexts, groups: defaultdict[tuple[str, int], _Group]) -> None:
+def _classify(record: Records, texts: TokenStarts, groups: defaultdict[tuple[str, int], _Group]) -> None:
     """Add a request to the group of the value at which it parts, if it does."""
     reason = None if record["reason"] == UNKNOWN else REASONS[record["reason"]]
     before, yours, theirs = (_ids(record, name) for name in ("before", "yours", "theirs"))
@@ -188,7 +188,7 @@ def _ids(record: Records, name: str) -> tuple[int, ...]:
     return tuple(ids[ids != NO_TOKEN].tolist())
 
 
-def _value(texts: TokenTexts, before: Sequence[int], after: Sequence[int]) -> tuple[str, int] | None:
+def _value(texts: TokenStarts, before: Sequence[int], after: Sequence[int]) -> tuple[str, int] | None:
     """Return the shape of the value where `after` begins, and the number of the token in which it begins."""
     ids = [*before, *after]
     text = texts.decode(ids)
@@ -203,11 +203,11 @@ def _value(texts: TokenTexts, before: Sequence[int], after: Sequence[int]) -> tu
 
 
 def _replay(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[WholePrompt],
     before: Sequence[int],
     shape: str,
     group: _Group,
-    texts: TokenTexts,
+    texts: TokenStarts,
     cache: CacheShape,
 ) -> Replayed:
     places = [place for place, _ in group.places.most_common(_MAX_PLACES)]

@@ -77,7 +77,7 @@ def value_from(text: str, start: int, shape: str) -> Value | None:
     return None
 
 
-class TokenTexts:
+class TokenStarts:
     """Where each token of a short run begins in its text; texts of single tokens are remembered."""
 
     def __init__(self, decode: Decode) -> None:

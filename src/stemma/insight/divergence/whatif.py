@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stemma.insight.divergence.shapes import TokenTexts, value_from
-from stemma.insight.divergence.window import Prompt
+from stemma.insight.divergence.shapes import TokenStarts, value_from
+from stemma.insight.divergence.window import WholePrompt
 from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.index import PrefixIndex
@@ -49,7 +49,7 @@ class _ReplayedCache:
         self._free: list[int] = []
         self._num_ids = 0
 
-    def serve(self, prompt: Prompt) -> int:
+    def serve(self, prompt: WholePrompt) -> int:
         """Look up a prompt, enter it, make room; return how many tokens were cached."""
         tokens, now, size = prompt.tokens, prompt.at, self._size
         found = self._index.match(prompt.namespace, tokens[:-1])
@@ -78,15 +78,15 @@ class _ReplayedCache:
         return np.asarray(taken, dtype=np.int32)
 
 
-def cached_tokens(prompts: Iterable[Prompt], shape: CacheShape) -> list[int]:
+def cached_tokens(prompts: Iterable[WholePrompt], shape: CacheShape) -> list[int]:
     """Return how many leading tokens of each prompt a cache of that shape would have served."""
     cache = _ReplayedCache(shape)
     return [cache.serve(prompt) for prompt in prompts]
 
 
 def moved_to_the_end(
-    prompts: Sequence[Prompt], shape: str, places: Sequence[int], texts: TokenTexts
-) -> tuple[list[Prompt], int]:
+    prompts: Sequence[WholePrompt], shape: str, places: Sequence[int], texts: TokenStarts
+) -> tuple[list[WholePrompt], int]:
     """Return the prompts with a value of `shape` that begins at one of `places` put at the end.
 
     Prompts without one stay as they are. Also returns how many were changed.
@@ -103,11 +103,11 @@ def moved_to_the_end(
                 tokens = cut
                 changed += 1
                 break
-        moved.append(Prompt(prompt.at, prompt.namespace, tokens))
+        moved.append(WholePrompt(prompt.at, prompt.namespace, tokens))
     return moved, changed
 
 
-def in_one_order(prompts: Sequence[Prompt], places: Sequence[int]) -> tuple[list[Prompt], int]:
+def in_one_order(prompts: Sequence[WholePrompt], places: Sequence[int]) -> tuple[list[WholePrompt], int]:
     """Return the prompts as if all of them had what follows one of `places` in the order of the first.
 
     What a prompt has there is in another order if its tokens are those of the first one, up to some place, in
@@ -116,7 +116,7 @@ def in_one_order(prompts: Sequence[Prompt], places: Sequence[int]) -> tuple[list
     return _as_the_first(prompts, places, _ends_of_order)
 
 
-def with_one_list(prompts: Sequence[Prompt], places: Sequence[int]) -> tuple[list[Prompt], int]:
+def with_one_list(prompts: Sequence[WholePrompt], places: Sequence[int]) -> tuple[list[WholePrompt], int]:
     """Return the prompts as if all of them had what stands at one of `places` as the first has it.
 
     What was added, left out or written otherwise there ends where both agree again in 32 tokens. Prompts that
@@ -126,10 +126,10 @@ def with_one_list(prompts: Sequence[Prompt], places: Sequence[int]) -> tuple[lis
 
 
 def _as_the_first(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[WholePrompt],
     places: Sequence[int],
     ends: Callable[[TokenArray, TokenArray], tuple[int, int]],
-) -> tuple[list[Prompt], int]:
+) -> tuple[list[WholePrompt], int]:
     """Return the prompts with the first one's tokens at `places`; `ends`: how many of it, for how many."""
     firsts: dict[tuple[Namespace, int, bytes], TokenArray] = {}
     changed, ordered = 0, []
@@ -142,7 +142,7 @@ def _as_the_first(
             if theirs or own:
                 tokens = np.concatenate((first[: place + theirs], tokens[place + own :]))
         changed += tokens is not prompt.tokens
-        ordered.append(Prompt(prompt.at, prompt.namespace, tokens))
+        ordered.append(WholePrompt(prompt.at, prompt.namespace, tokens))
     return ordered, changed
 
 
@@ -183,7 +183,7 @@ def _end_of_order(one: TokenArray, other: TokenArray) -> int:
     return 0
 
 
-def _find(tokens: TokenArray, place: int, shape: str, texts: TokenTexts) -> tuple[int, int] | None:
+def _find(tokens: TokenArray, place: int, shape: str, texts: TokenStarts) -> tuple[int, int] | None:
     """Return the tokens [start, end) of a value of `shape` that begins in token `place`."""
     if place >= len(tokens):
         return None

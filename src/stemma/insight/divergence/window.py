@@ -51,7 +51,7 @@ Records = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class WholePrompt:
     """A whole prompt."""
 
     at: float
@@ -65,7 +65,7 @@ class Snapshot:
 
     records: Records
     """Oldest first."""
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[WholePrompt, ...]
     """Oldest first."""
 
 
@@ -80,7 +80,7 @@ class DivergenceWindow:
     ) -> None:
         self._records: Records = np.zeros(max_records, dtype=RECORD_DTYPE)
         self._num_seen = 0
-        self._prompts: deque[Prompt] = deque(maxlen=max_prompts)
+        self._prompts: deque[WholePrompt] = deque(maxlen=max_prompts)
         self._max_prompt_tokens = max_prompt_tokens
         self.num_prompt_tokens = 0
         """Tokens of the whole prompts kept."""
@@ -114,9 +114,9 @@ class DivergenceWindow:
         theirs = () if parting is None else parting.cached_token_ids
         record["theirs"][: len(theirs)] = theirs
         record["theirs"][len(theirs) :] = NO_TOKEN
-        self._keep(Prompt(now, request.namespace, prompt))
+        self._keep(WholePrompt(now, request.namespace, prompt))
 
-    def _keep(self, prompt: Prompt) -> None:
+    def _keep(self, prompt: WholePrompt) -> None:
         prompts = self._prompts
         while prompts and (
             len(prompts) == prompts.maxlen

@@ -19,7 +19,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class TokenScores:
     """The new tokens' half of their scores."""
 
     query: torch.Tensor
@@ -36,7 +36,7 @@ class Selection:
     """Tokens that a query sees at most, itself included if it is among them."""
     dim: int
     """Numbers of an index key."""
-    scoring: Scoring | None
+    scoring: TokenScores | None
     """None: the layer takes what the layer before chose."""
 
     def chooses(self, context_lens: Sequence[int]) -> bool:

@@ -16,7 +16,7 @@ from stemma.model.attend.attention import AttentionCall
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.attend.compression import Compression
 from stemma.model.attend.entry_attention import EntryAttentionStep
-from stemma.model.attend.selection import Scoring
+from stemma.model.attend.selection import TokenScores
 from stemma.model.cpu.attention import NativePlan, PlannedQueries, native_format
 from stemma.model.cpu.selection import IndexKeys, choose_among
 from stemma.native.library import Kernels
@@ -79,7 +79,7 @@ class NativeEntryStep(EntryAttentionStep):
         selection = how.selection
         assert selection is not None
         assert selection.scoring is not None
-        scoring = Scoring(selection.scoring.query[rows], selection.scoring.weights[rows])
+        scoring = TokenScores(selection.scoring.query[rows], selection.scoring.weights[rows])
         data = self.kv.data
         keys = IndexKeys(
             data.data_ptr() + (how.kept.entry_dim - selection.dim) * data.element_size(),

@@ -18,7 +18,7 @@ from stemma.native.structures import GatedWeights, LatentWeights, LayerWeights, 
 
 
 @dataclass(slots=True)
-class Gated:
+class FusedGated:
     """down(silu(gate x) * up x): no dense layer is clamped."""
 
     gate: PackedProduct
@@ -39,7 +39,7 @@ class Routing:
 
     product: PackedProduct
     """The product of hidden states to the experts' logits."""
-    router: layout.Router
+    router: layout.ExpertRouter
     correction: torch.Tensor | None
     """[E] float32."""
 
@@ -60,12 +60,12 @@ class Routing:
 
 
 @dataclass(slots=True)
-class Mixture:
+class FusedMixture:
     """Experts behind a router."""
 
     routing: Routing
     experts: PackedExperts
-    shared: Gated | None
+    shared: FusedGated | None
     """Experts that all tokens share, as one gated layer."""
     shared_gate: torch.Tensor | None = None
     """[H] float32."""
@@ -116,7 +116,7 @@ class FusedLayer:
     qkv: PackedProduct
     """Query, key and value; with latents: the query or its latent, then the token's latent and rotary key."""
     output: PackedProduct
-    mlp: Gated | Mixture
+    mlp: FusedGated | FusedMixture
     input_norm: torch.Tensor
     post_norm: torch.Tensor
     head_norms: tuple[torch.Tensor, ...] = field(default=())
@@ -156,7 +156,7 @@ class FusedLayer:
             described.q_norm, described.k_norm = (norm.data_ptr() for norm in self.head_norms)
         if self.out_norms:
             described.attended_norm, described.mlp_norm = (norm.data_ptr() for norm in self.out_norms)
-        if isinstance(mlp, Gated):
+        if isinstance(mlp, FusedGated):
             described.dense = mlp.weights()
             return described
         if mlp.shared is not None:
@@ -193,18 +193,20 @@ def fuse(
     )
 
 
-def _mlp(mlp: layout.Gated | layout.Mixture, weights: NamedWeights, packing: Packing) -> Gated | Mixture:
+def _mlp(
+    mlp: layout.Gated | layout.Mixture, weights: NamedWeights, packing: Packing
+) -> FusedGated | FusedMixture:
     if isinstance(mlp, layout.Gated):
         return _gated(mlp, weights, packing)
     return _mixture(mlp, weights, packing)
 
 
-def _gated(gated: layout.Gated, weights: NamedWeights, packing: Packing) -> Gated:
+def _gated(gated: layout.Gated, weights: NamedWeights, packing: Packing) -> FusedGated:
     gate, up = packing.side_by_side(weights.affine(gated.gate), weights.affine(gated.up))
-    return Gated(gate, up, packing.linears(weights.affine(gated.down)), gated.is_gelu)
+    return FusedGated(gate, up, packing.linears(weights.affine(gated.down)), gated.is_gelu)
 
 
-def _mixture(mixture: layout.Mixture, weights: NamedWeights, packing: Packing) -> Mixture:
+def _mixture(mixture: layout.Mixture, weights: NamedWeights, packing: Packing) -> FusedMixture:
     experts = PackedExperts(
         packing,
         [weights.affine(expert.gate) for expert in mixture.experts],
@@ -216,10 +218,10 @@ def _mixture(mixture: layout.Mixture, weights: NamedWeights, packing: Packing) -
     gate = None
     if mixture.shared_gate is not None:
         gate = weights.floats(f"{mixture.shared_gate.name}.weight").flatten()
-    return Mixture(_routing(mixture.router, weights, packing), experts, shared, gate)
+    return FusedMixture(_routing(mixture.router, weights, packing), experts, shared, gate)
 
 
-def _routing(router: layout.Router, weights: NamedWeights, packing: Packing) -> Routing:
+def _routing(router: layout.ExpertRouter, weights: NamedWeights, packing: Packing) -> Routing:
     weight, bias = weights.tensor(router.linear.weight), None
     if router.by != layout.RoutedBy.ROUNDED_SOFTMAX:
         weight = weight.float()

@@ -17,7 +17,7 @@ from stemma.model.attend.batch import ForwardBatch
 from stemma.model.attend.kept_kv import KVShape
 from stemma.model.cpu.attention import native_format
 from stemma.model.cpu.recurrent_layer import state_layout_of
-from stemma.model.cpu.rotary import RotaryAngles, RotaryHalves
+from stemma.model.cpu.rotary import PositionAngles, RotaryHalves
 from stemma.model.families import layout
 from stemma.native.structures import AttendArgs, LatentArgs, RotateArgs
 
@@ -33,7 +33,7 @@ class Heads(Protocol):
         """Return the arguments of a step, those of layer 0; valid until the next call."""
 
 
-class GroupedHeads:
+class FusedGroupedHeads:
     """Heads of queries, on fewer heads of keys and values."""
 
     def __init__(
@@ -49,8 +49,8 @@ class GroupedHeads:
         self._num_heads, self.num_kv_heads = heads.num_heads, heads.num_kv_heads
         self._rotary_dim = heads.rotary_dim or heads.head_dim
         self.group_size = self._num_heads // self.num_kv_heads
-        self._angles = RotaryAngles(angles, dtype)
-        self._local_angles = None if local_angles is None else RotaryAngles(local_angles, dtype)
+        self._angles = PositionAngles(angles, dtype)
+        self._local_angles = None if local_angles is None else PositionAngles(local_angles, dtype)
         self._axes = heads.axes
         self._made: tuple[ref[DeviceKV], RotateArgs, AttendArgs] | None = None
         self._step: tuple[torch.Tensor, ...] = ()
@@ -107,7 +107,7 @@ class GroupedHeads:
         )
 
 
-class LatentHeads:
+class FusedLatentHeads:
     """All heads over one latent and one rotary key (model/attend/latent.py)."""
 
     num_kv_heads = 1
@@ -180,6 +180,6 @@ def kv_shape_of(model: layout.ModelLayout) -> KVShape:
 def heads_of(model: layout.ModelLayout, dtype: torch.dtype) -> Heads:
     """Return what a model's steps need to know of its heads."""
     if isinstance(model.heads, layout.LatentHeads):
-        return LatentHeads(model.heads, model.angles(), dtype)
+        return FusedLatentHeads(model.heads, model.angles(), dtype)
     local = None if model.local_angles is None else model.local_angles()
-    return GroupedHeads(model.heads, model.norm.eps, dtype, model.angles(), local)
+    return FusedGroupedHeads(model.heads, model.norm.eps, dtype, model.angles(), local)

@@ -17,7 +17,7 @@ MAX_POSITIONS = 16_384
 _FIRST_POSITIONS = 1024
 
 
-class RotaryAngles:
+class PositionAngles:
     """cos and sin of positions, [T, head_dim] each, as `rotary` computes them in `dtype`."""
 
     def __init__(self, rotary: Any, dtype: torch.dtype) -> None:
@@ -55,7 +55,7 @@ class RotaryAngles:
         return cos[0].contiguous(), sin[0].contiguous()
 
 
-class RotaryHalves(RotaryAngles):
+class RotaryHalves(PositionAngles):
     """The same, each pair of dims once: [T, rope_dim / 2] float32. A module may give complex numbers too."""
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

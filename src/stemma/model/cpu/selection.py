@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.batch import ForwardBatch
-from stemma.model.attend.selection import Scoring, Selection
+from stemma.model.attend.selection import Selection, TokenScores
 from stemma.native.library import Kernels
 from stemma.native.structures import SelectionArgs
 
@@ -57,7 +57,7 @@ class IndexKeys:
 def choose_among(
     kernels: Kernels,
     selection: Selection,
-    scoring: Scoring,
+    scoring: TokenScores,
     keys: IndexKeys,
     starts: npt.NDArray[np.int32],
     num_keys: npt.NDArray[np.int32],

@@ -50,7 +50,7 @@ class LaunchShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class TileLaunch:
     """The tiles of one launch, [num_tiles, 2] int32 (sequence, number of the tile in it), and its shape."""
 
     tiles: torch.Tensor
@@ -105,7 +105,7 @@ class TritonAttentionStep:
         self._kv = kv
         self._batch = batch
         self._num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
-        self._launches: dict[tuple[int, int, int, int], list[Launch]] = {}
+        self._launches: dict[tuple[int, int, int, int], list[TileLaunch]] = {}
         self._torch_steps: dict[int, AttentionStep] = {}
 
     def attend(
@@ -187,12 +187,12 @@ class TritonAttentionStep:
         for launch in launches:
             self._attend(call, launch, query, caches, output)
 
-    def _plan(self, limit: int, num_kv_heads: int, group: int, row_bytes: int) -> list[Launch]:
+    def _plan(self, limit: int, num_kv_heads: int, group: int, row_bytes: int) -> list[TileLaunch]:
         """Cut sequences with up to `limit` queries into tiles: few queries in one launch, more in another."""
         lengths = self._tensors.num_queries
         short = [seq for seq, n in enumerate(lengths) if n <= min(limit, SHORT_QUERIES)]
         long = [seq for seq, n in enumerate(lengths) if SHORT_QUERIES < n <= limit]
-        launches: list[Launch] = []
+        launches: list[TileLaunch] = []
         for members in (short, long):
             if not members:
                 continue
@@ -203,13 +203,13 @@ class TritonAttentionStep:
             tiles[:, 0] = np.repeat(members, counts)
             tiles[:, 1] = np.concatenate([np.arange(count) for count in counts])
             on_device = torch.from_numpy(tiles).to(self._kv.device, non_blocking=True)
-            launches.append(Launch(on_device, shape, members is short))
+            launches.append(TileLaunch(on_device, shape, members is short))
         return launches
 
     def _attend(
         self,
         call: AttentionCall,
-        launch: Launch,
+        launch: TileLaunch,
         query: torch.Tensor,
         caches: tuple[torch.Tensor, torch.Tensor],
         output: torch.Tensor,
@@ -320,7 +320,7 @@ class TritonAttentionStep:
 
     def _reduce(
         self,
-        launch: Launch,
+        launch: TileLaunch,
         group: int,
         num_kv_heads: int,
         partials: Partials,

@@ -15,7 +15,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CutRun:
     """A run of a dimension that is divided by itself."""
 
     length: int
@@ -23,7 +23,7 @@ class Run:
     """Whole on every rank."""
 
 
-Runs = tuple[Run, ...]
+Runs = tuple[CutRun, ...]
 """A whole dimension; empty: it is one run of whatever length."""
 
 
@@ -104,14 +104,14 @@ def delta_rule_cuts(config: Any, _num_ranks: int) -> Cuts:
     ``in_proj_qkvz`` and ``in_proj_ba`` lie key head by key head, the others kind by kind.
     """
     heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
-    keys = Run(key_heads * config.linear_key_head_dim)
-    values = Run(heads * config.linear_value_head_dim)
-    kinds, each = (keys, keys, values), (Run(heads),)
+    keys = CutRun(key_heads * config.linear_key_head_dim)
+    values = CutRun(heads * config.linear_value_head_dim)
+    kinds, each = (keys, keys, values), (CutRun(heads),)
     mixer = "linear_attn"
     apart = {"in_proj_qkvz": (), "in_proj_ba": (), "in_proj_qkv": kinds, "in_proj_z": (values,)}
     apart |= {"in_proj_b": each, "in_proj_a": each, "conv1d": kinds, "A_log": each, "dt_bias": each}
-    inner = Run(getattr(config, "moe_intermediate_size", 0))
-    numbers = {"num_v_heads": each, "num_k_heads": (Run(key_heads),), "key_dim": (keys,)}
+    inner = CutRun(getattr(config, "moe_intermediate_size", 0))
+    numbers = {"num_v_heads": each, "num_k_heads": (CutRun(key_heads),), "key_dim": (keys,)}
     return Cuts(
         columns=_COLUMNS
         | {f"{mixer}.{name}": runs for name, runs in apart.items()}
@@ -157,8 +157,8 @@ def mamba2_cuts(sizes: Mamba2Sizes, num_ranks: int) -> Cuts:
     A single group's inputs and outputs of states are whole on every rank, and its norm goes over all ranks.
     """
     mixer, shares_group = sizes.name, sizes.groups == 1 and num_ranks > 1
-    inner, heads = Run(sizes.heads * sizes.head_dim), Run(sizes.heads)
-    states = Run(sizes.groups * sizes.state_dim, is_shared=shares_group)
+    inner, heads = CutRun(sizes.heads * sizes.head_dim), CutRun(sizes.heads)
+    states = CutRun(sizes.groups * sizes.state_dim, is_shared=shares_group)
     convolved = (inner, states, states)
     parts: dict[str, Runs] = {"in_proj": (inner, *convolved, heads), "conv1d": convolved, "norm": (inner,)}
     parts |= dict.fromkeys(("A_log", "D", "dt_bias"), (heads,))
@@ -169,7 +169,7 @@ def mamba2_cuts(sizes: Mamba2Sizes, num_ranks: int) -> Cuts:
             mixer: {
                 "intermediate_size": (inner,),
                 "num_heads": (heads,),
-                "n_groups": (Run(sizes.groups, is_shared=shares_group),),
+                "n_groups": (CutRun(sizes.groups, is_shared=shares_group),),
                 "conv_dim": convolved,
             }
         },
@@ -186,7 +186,7 @@ def mamba1_cuts(mixer: str, channels: int, _num_ranks: int) -> Cuts:
 
     Steps and the inputs and outputs of states are made of all channels: of partial sums.
     """
-    run = Run(channels)
+    run = CutRun(channels)
     parts: dict[str, Runs] = {"in_proj": (run, run)}
     parts |= dict.fromkeys(("conv1d", "dt_proj", "A_log", "D"), (run,))
     return Cuts(
@@ -204,7 +204,7 @@ def linear_head_cuts(sizes: LinearHeads, columns: Mapping[str, Runs]) -> Cuts:
 
     `columns`: what else of them is divided. Files hold their convolutions apart, modules in one.
     """
-    keys, values, heads = Run(sizes.keys), Run(sizes.values), Run(sizes.heads)
+    keys, values, heads = CutRun(sizes.keys), CutRun(sizes.values), CutRun(sizes.heads)
     kinds = (keys, keys, values)
     apart: dict[str, Runs] = {"q_conv1d": (keys,), "k_conv1d": (keys,), "v_conv1d": (values,)}
     return Cuts(
@@ -213,7 +213,7 @@ def linear_head_cuts(sizes: LinearHeads, columns: Mapping[str, Runs]) -> Cuts:
         fields={
             sizes.name: {
                 **dict.fromkeys(("num_heads", "num_v_heads"), (heads,)),
-                **{"num_k_heads": (Run(sizes.key_heads),), "key_dim": (keys,), "value_dim": (values,)},
+                **{"num_k_heads": (CutRun(sizes.key_heads),), "key_dim": (keys,), "value_dim": (values,)},
                 **{"qkv_dim": (keys,), "conv_dim": kinds},
             }
         },
@@ -225,9 +225,9 @@ def linear_head_cuts(sizes: LinearHeads, columns: Mapping[str, Runs]) -> Cuts:
 
 def lightning_cuts(config: Any, _num_ranks: int) -> Cuts:
     """Return the cuts of MiniMax: its lightning attention's norm goes over all ranks."""
-    heads = Run(config.num_attention_heads)
-    inner = Run(heads.length * (config.head_dim or config.hidden_size // heads.length))
-    joined = Run(3 * inner.length)  # head by head
+    heads = CutRun(config.num_attention_heads)
+    inner = CutRun(heads.length * (config.head_dim or config.hidden_size // heads.length))
+    joined = CutRun(3 * inner.length)  # head by head
     columns: dict[str, Runs] = {"qkv_proj": (joined,), "output_gate": (inner,), "self_attn.norm": (inner,)}
     return Cuts(
         columns=_COLUMNS | columns | {"w1": (), "w3": ()},
@@ -242,8 +242,8 @@ def lightning_cuts(config: Any, _num_ranks: int) -> Cuts:
 
 def short_convolution_cuts(config: Any, _num_ranks: int) -> Cuts:
     """Return the cuts of LFM2, dense and mixture: its convolutions have a channel for each hidden number."""
-    channels = Run(config.hidden_size)
-    inner = Run(getattr(config, "moe_intermediate_size", 0))
+    channels = CutRun(config.hidden_size)
+    inner = CutRun(getattr(config, "moe_intermediate_size", 0))
     return Cuts(
         columns=_COLUMNS
         | {"conv.in_proj": (channels, channels, channels), "conv.conv": (channels,), "w1": (), "w3": ()}

@@ -13,6 +13,7 @@ from typing import Any
 from stemma.model.families.family import Family
 from stemma.model.families.layout import (
     Angles,
+    ExpertRouter,
     Gated,
     Latent,
     LatentHeads,
@@ -23,7 +24,6 @@ from stemma.model.families.layout import (
     Norm,
     Rotation,
     RoutedBy,
-    Router,
     bounded_layers,
 )
 from stemma.model.families.pattern import GATED, MAX_HEAD_DIM, gated, layer_path, with_ends
@@ -34,20 +34,20 @@ _LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, whatever the config says of the others."""
 
 
-def _v2_router(config: Any, linear: Linear) -> Router | None:
+def _v2_router(config: Any, linear: Linear) -> ExpertRouter | None:
     if config.topk_method not in ("greedy", "group_limited_greedy"):
         return None
     groups = (config.n_group, config.topk_group) if config.topk_method == "group_limited_greedy" else (0, 0)
     if groups != (0, 0) and not _divides(config, linear.outputs):
         return None
     scale = float(config.routed_scaling_factor)
-    return Router(linear, RoutedBy.SOFTMAX, config.num_experts_per_tok, False, scale, None, *groups)
+    return ExpertRouter(linear, RoutedBy.SOFTMAX, config.num_experts_per_tok, False, scale, None, *groups)
 
 
-def _v3_router(config: Any, linear: Linear) -> Router | None:
+def _v3_router(config: Any, linear: Linear) -> ExpertRouter | None:
     if not _divides(config, linear.outputs):
         return None
-    return Router(
+    return ExpertRouter(
         linear,
         RoutedBy.SIGMOID,
         config.num_experts_per_tok,
@@ -88,7 +88,7 @@ def _v3_code() -> Any:
 def _layout(
     config: Any,
     num_tensors: int,
-    route: Callable[[Any, Linear], Router | None],
+    route: Callable[[Any, Linear], ExpertRouter | None],
     rotation: Rotation,
     has_mlp_bias: bool,
     code: Callable[[], Any],

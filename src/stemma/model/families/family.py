@@ -10,7 +10,7 @@ from stemma.model.families.cuts import Cuts, plain_cuts
 from stemma.model.families.expert_stacks import JoinExperts
 from stemma.model.families.layout import ModelLayout
 from stemma.model.families.pattern import LlamaPattern
-from stemma.model.families.prediction import Prediction
+from stemma.model.families.prediction import PredictionNames
 
 MakeLayout: TypeAlias = Callable[[Any, int], ModelLayout | None]
 """Takes a config and a number of tensors; None: the native step doesn't compute what the config makes, or
@@ -45,7 +45,7 @@ class Family:
     isn't served on several ranks."""
     layer_types: frozenset[str] = frozenset()
     """Names in its config's `layer_types` that other families' configs don't have."""
-    prediction: Prediction | None = None
+    prediction: PredictionNames | None = None
     """Its layer for multi-token prediction, if that is run (prediction.py)."""
 
     @property

@@ -21,13 +21,13 @@ from stemma.model.families.gguf_changes import Join, interleaved, transposed
 from stemma.model.families.layout import (
     Bias,
     Clamped,
+    ExpertRouter,
     Gated,
     Linear,
     Mixture,
     ModelLayout,
     Piece,
     RoutedBy,
-    Router,
 )
 from stemma.model.families.pattern import ATTENTION, LlamaPattern, layer_path
 
@@ -41,7 +41,7 @@ _MOST_EXPERTS = 1024
 def _mixture(config: Any, number: int, make: Callable[[Any, str, int], Gated]) -> Mixture:
     count = config.num_local_experts
     path = f"{layer_path(number)}.mlp"
-    router = Router(
+    router = ExpertRouter(
         Linear(f"{path}.router", count, config.hidden_size, has_bias=True),
         RoutedBy.ROUNDED_SOFTMAX,  # of the chosen alone, which is what normalizing gives
         config.num_experts_per_tok,

@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from stemma.model.families.cuts import Cuts, Mamba2Sizes, Run, mamba2_cuts
+from stemma.model.families.cuts import CutRun, Cuts, Mamba2Sizes, mamba2_cuts
 from stemma.model.families.family import Apart, Family
 from stemma.model.families.layout import (
     Angles,
+    ExpertRouter,
     Gated,
     GroupedHeads,
     Layer,
@@ -28,7 +29,6 @@ from stemma.model.families.layout import (
     Recurrent,
     RecurrentKind,
     RoutedBy,
-    Router,
     bounded_layers,
 )
 from stemma.model.families.pattern import MAX_HEAD_DIM, gated, head_dim_of, layer_path
@@ -212,7 +212,7 @@ def _granite_mlp(config: Any, path: str, make: _MakeExperts) -> Gated | Mixture:
     num_experts = config.num_local_experts
     if not num_experts:
         return dense
-    router = Router(
+    router = ExpertRouter(
         Linear(f"{path}.block_sparse_moe.router.layer", num_experts, hidden),
         RoutedBy.ROUNDED_SOFTMAX,  # of the chosen alone, which is what normalizing gives
         config.num_experts_per_tok,
@@ -260,7 +260,7 @@ def _mamba_cuts(config: Any, num_ranks: int) -> Cuts:
 def _granite_cuts(config: Any, num_ranks: int) -> Cuts:
     """Return the cuts; a gate and an up that are one tensor are divided each by itself."""
     mamba = _mamba_cuts(config, num_ranks)
-    shared, inner = Run(config.shared_intermediate_size), Run(config.intermediate_size)
+    shared, inner = CutRun(config.shared_intermediate_size), CutRun(config.intermediate_size)
     experts = "block_sparse_moe"
     return replace(
         mamba,

@@ -133,8 +133,8 @@ class RoutedBy(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
-    """How a token's experts are chosen: `Router` of native/mixture.h."""
+class ExpertRouter:
+    """How a token's experts are chosen: `ExpertRouter` of native/mixture.h."""
 
     linear: Linear
     """Map from hidden states to the experts' logits; never rounded."""
@@ -169,7 +169,7 @@ class Router:
 class Mixture:
     """Experts behind a router."""
 
-    router: Router
+    router: ExpertRouter
     experts: tuple[Gated, ...]
     shared: Gated | None = None
     """Experts that all tokens share, as one gated layer."""

@@ -24,7 +24,7 @@ def is_prediction(name: str, config: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class PredictionNames:
     """How a family's checkpoints name their layer for multi-token prediction, and how it is built alone."""
 
     prefix: Callable[[Any], str]
@@ -58,7 +58,7 @@ def _qwen_next_alone(config: Any, has_experts: bool) -> None:
     config.mlp_only_layers, config.decoder_sparse_step = ([] if has_experts else [0]), 1
 
 
-DEEPSEEK_PREDICTION = Prediction(
+DEEPSEEK_PREDICTION = PredictionNames(
     prefix=lambda config: f"model.layers.{int(config.num_hidden_layers)}.",
     num_layers=lambda config: int(getattr(config, "num_nextn_predict_layers", None) or 0),
     counted_as="num_nextn_predict_layers",
@@ -69,7 +69,7 @@ DEEPSEEK_PREDICTION = Prediction(
     block="",
     make_alone=_deepseek_alone,
 )
-QWEN_NEXT_PREDICTION = Prediction(
+QWEN_NEXT_PREDICTION = PredictionNames(
     prefix=lambda _config: "mtp.",
     num_layers=lambda config: int(getattr(config, "num_nextn_predict_layers", None) or 1),
     counted_as="num_nextn_predict_layers",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stemma.errors import UnsupportedModel
 from stemma.model.families.family import Family
 from stemma.model.families.gguf import LAYER_NAMES, Fields, GGUFForm, base, dense, experts
-from stemma.model.families.layout import Gated, Linear, Mixture, Piece, RoutedBy, Router
+from stemma.model.families.layout import ExpertRouter, Gated, Linear, Mixture, Piece, RoutedBy
 from stemma.model.families.mistral import one_window
 from stemma.model.families.pattern import ATTENTION, LlamaPattern, gated, head_dim_of, layer_path
 
@@ -33,7 +33,7 @@ def _mlp(config: Any, number: int) -> Gated | Mixture:
     is_routed = number not in (config.mlp_only_layers or ()) and config.num_experts > 0
     if not is_routed or (number + 1) % config.decoder_sparse_step:
         return gated(path, hidden, config.intermediate_size)
-    router = Router(
+    router = ExpertRouter(
         Linear(f"{path}.gate", config.num_experts, hidden),
         RoutedBy.ROUNDED_SOFTMAX,
         config.num_experts_per_tok,

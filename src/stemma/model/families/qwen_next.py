@@ -14,6 +14,7 @@ from stemma.model.families.cuts import delta_rule_cuts
 from stemma.model.families.family import Family
 from stemma.model.families.layout import (
     Angles,
+    ExpertRouter,
     Gated,
     GroupedHeads,
     Layer,
@@ -24,7 +25,6 @@ from stemma.model.families.layout import (
     Recurrent,
     RecurrentKind,
     RoutedBy,
-    Router,
     bounded_layers,
 )
 from stemma.model.families.pattern import MAX_HEAD_DIM, gated, head_dim_of, layer_path
@@ -185,7 +185,7 @@ def _mlp(config: Any, number: int) -> Gated | Mixture:
     is_routed = num_experts > 0 and number not in getattr(config, "mlp_only_layers", ())
     if not is_routed or (number + 1) % getattr(config, "decoder_sparse_step", 1):
         return gated(path, hidden, config.intermediate_size)
-    router = Router(
+    router = ExpertRouter(
         Linear(f"{path}.gate", num_experts, hidden),
         RoutedBy.ROUNDED_SOFTMAX,
         config.num_experts_per_tok,

@@ -18,7 +18,7 @@ from torch import nn
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.attend.attention import AttentionCall, StepContext
 from stemma.model.attend.compression import Compression, kept_by, span_of
-from stemma.model.attend.selection import Scoring, Selection
+from stemma.model.attend.selection import Selection, TokenScores
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
 from stemma.model.foreign.attention import STEP_KEYWORD
@@ -168,7 +168,7 @@ def _compression(
     query = _code_of(module).apply_rotary_pos_emb(query, *angles, unsqueeze_dim=2)[0].float()
     scorer = indexer.scorer
     weights = scorer.weights_proj(hidden_states)[0].float() * (scorer.weights_scaling * scorer.softmax_scale)
-    selection = Selection(int(indexer.index_topk), int(indexer.head_dim), Scoring(query, weights))
+    selection = Selection(int(indexer.index_topk), int(indexer.head_dim), TokenScores(query, weights))
     return Compression(kept, span, _EntryMaker(dim, (compressor, indexer), overlaps=True), selection)
 
 

@@ -24,12 +24,12 @@ from stemma.model.files.progress import Progress
 from stemma.model.foreign.fit import check_shapes, check_surplus
 from stemma.model.foreign.reports import transformers_reports
 from stemma.model.foreign.weights import ModuleWeights
-from stemma.model.opened.checkpoint import Checkpoint, read_plain
+from stemma.model.opened.checkpoint import DecoderParts, read_plain
 from stemma.model.opened.checkpoint_config import SCORE_WEIGHT, is_classifier, runs_remote_code
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RankPart:
     """One rank's part of a model."""
 
     weights: dict[str, torch.Tensor]
@@ -39,10 +39,10 @@ class Cut:
 
 def load_modules(
     settings: ModelSettings,
-    checkpoint: Checkpoint,
+    checkpoint: DecoderParts,
     device: torch.device,
     report: Progress,
-    cut: Cut | None = None,
+    cut: RankPart | None = None,
 ) -> tuple[Any, ModuleWeights]:
     """Return the model of transformers on `device` with all weights of the file, and where its codes are.
 
@@ -91,7 +91,7 @@ def loading_options(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _load(
-    settings: ModelSettings, checkpoint: Checkpoint, config: Any, cut: Cut | None
+    settings: ModelSettings, checkpoint: DecoderParts, config: Any, cut: RankPart | None
 ) -> tuple[Any, dict[str, Any]]:
     """Return the model, and what transformers says of its tensors."""
     path, dtype = checkpoint.path, checkpoint.dtype

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stemma.errors import UnsupportedModel
-from stemma.model.attend.selection import Scoring, Selection
+from stemma.model.attend.selection import Selection, TokenScores
 from stemma.model.foreign.attention import paged_attention
 
 _ROTATIONS = {
@@ -97,5 +97,5 @@ def _select(
     query_rotary, key_rotary = rotate(query_rotary, key_rotary, *position_embeddings, unsqueeze_dim=2)
     weights = indexer.weights_proj(hidden_states.to(indexer.stemma_weights_dtype)).float()
     scale = indexer.n_heads**-0.5 * indexer.softmax_scale
-    scoring = Scoring(torch.cat((query_rotary, query_rest), dim=-1)[0].float(), weights[0] * scale)
+    scoring = TokenScores(torch.cat((query_rotary, query_rest), dim=-1)[0].float(), weights[0] * scale)
     return Selection(top_k, dim, scoring), torch.cat((key_rotary, key_rest), dim=-1).transpose(1, 2)

@@ -25,14 +25,14 @@ from stemma.model.foreign.packing import pack_modules
 from stemma.model.foreign.rowwise import RowwiseOperations
 from stemma.model.foreign.weights import ModuleWeights
 from stemma.model.formats.weight_check import check_finite, check_weights
-from stemma.model.load.job import Load, Loaded
+from stemma.model.load.job import Loaded, LoadJob
 from stemma.model.load.prediction import (
     PredictingDecoder,
     PredictionLayer,
     read_prediction_layer,
     with_prediction,
 )
-from stemma.model.opened.checkpoint import Checkpoint
+from stemma.model.opened.checkpoint import DecoderParts
 from stemma.model.opened.checkpoint_config import SCORE_WEIGHT, is_classifier
 from stemma.model.weights.named import NamedWeights, Weight
 from stemma.native.process_memory import MappedFiles, large_blocks_apart
@@ -41,7 +41,7 @@ _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^mtp\.")
 """Old checkpoints hold what the config says of angles; Qwen's have a layer that guesses tokens."""
 
 
-def fitting_layout(checkpoint: Checkpoint) -> ModelLayout | None:
+def fitting_layout(checkpoint: DecoderParts) -> ModelLayout | None:
     """Return what the config makes, if the native step computes it and the checkpoint holds just that.
 
     Raises ModelError for a config that makes no model.
@@ -60,12 +60,12 @@ def fitting_layout(checkpoint: Checkpoint) -> ModelLayout | None:
     return layout if fits else None
 
 
-def named_weights(checkpoint: Checkpoint) -> NamedWeights:
+def named_weights(checkpoint: DecoderParts) -> NamedWeights:
     """Return the checkpoint's weights as a decoder takes them. Its methods raise ModelError."""
     return NamedWeights(checkpoint.weights(), checkpoint.dtype, partial(check_finite, checkpoint.path))
 
 
-def load_fused(load: Load, layout: ModelLayout) -> Loaded:
+def load_fused(load: LoadJob, layout: ModelLayout) -> Loaded:
     """Return a decoder of all weights; those that the load's plan has packed of the same files are taken.
 
     Raises ModelError if a weight isn't finite.
@@ -94,14 +94,14 @@ def load_fused(load: Load, layout: ModelLayout) -> Loaded:
     return replace(loaded, decoder=decoder, kv_shape=more, num_bytes=num_bytes)
 
 
-def _prediction_layer(load: Load) -> PredictionLayer | None:
+def _prediction_layer(load: LoadJob) -> PredictionLayer | None:
     if not load.predicts:
         return None
     weights = named_weights(load.checkpoint)
     return read_prediction_layer(load.checkpoint, model_class(load.checkpoint.config), weights.tensor)
 
 
-def _take_packed(load: Load) -> PackedWeights | None:
+def _take_packed(load: LoadJob) -> PackedWeights | None:
     checkpoint, plan = load.checkpoint, load.plan
     if plan is None:
         return None
@@ -115,7 +115,7 @@ def _take_packed(load: Load) -> PackedWeights | None:
     return packed
 
 
-def _pack(load: Load, layout: ModelLayout, packing: Packing) -> PackedWeights:
+def _pack(load: LoadJob, layout: ModelLayout, packing: Packing) -> PackedWeights:
     weights = named_weights(load.checkpoint)
     files = MappedFiles(weight_files(load.checkpoint.path))
 
@@ -129,7 +129,7 @@ def _pack(load: Load, layout: ModelLayout, packing: Packing) -> PackedWeights:
 
 
 def _may_be_left(
-    name: str, checkpoint: Checkpoint, layout: ModelLayout, weights: Mapping[str, Weight]
+    name: str, checkpoint: DecoderParts, layout: ModelLayout, weights: Mapping[str, Weight]
 ) -> bool:
     """Whether a tensor that the layout doesn't have means nothing, or nothing new."""
     if _IGNORED.search(name) or is_prediction(name, checkpoint.config):

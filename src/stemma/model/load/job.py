@@ -14,17 +14,17 @@ from stemma.model.cpu.packing import Packing
 from stemma.model.files.progress import Progress
 from stemma.model.load.plan import LoadPlan
 from stemma.model.opened.causal_lm import Decoder
-from stemma.model.opened.checkpoint import Checkpoint
+from stemma.model.opened.checkpoint import DecoderParts
 from stemma.model.opened.selfcheck import Reference
 from stemma.model.parallel.group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadJob:
     """A checkpoint to load, and how."""
 
     settings: ModelSettings
-    checkpoint: Checkpoint
+    checkpoint: DecoderParts
     device: torch.device
     max_model_len: int
     packing: Packing | None

@@ -25,12 +25,12 @@ from stemma.model.files.generation import default_sampling, eos_token_ids
 from stemma.model.files.progress import Progress
 from stemma.model.foreign.vision import VisionEncoder, load_encoder
 from stemma.model.load.fused_loading import fitting_layout, load_fused
-from stemma.model.load.job import Load, Loaded
+from stemma.model.load.job import Loaded, LoadJob
 from stemma.model.load.module_loading import load_by_modules
 from stemma.model.load.plan import LoadPlan
 from stemma.model.load.prediction import with_prediction
 from stemma.model.opened.causal_lm import CausalLM, ModelInfo
-from stemma.model.opened.checkpoint import Checkpoint, open_checkpoint
+from stemma.model.opened.checkpoint import DecoderParts, open_checkpoint
 from stemma.model.opened.checkpoint_abilities import read_abilities
 from stemma.model.opened.checkpoint_config import describe_checkpoint, runs_remote_code
 from stemma.model.opened.selfcheck import check_served
@@ -84,7 +84,7 @@ def load_model(
         kernels = compiling.result() if compiling and checkpoint.dtype in _NATIVE_DTYPES else None
         how = _rounding(settings, checkpoint, kernels)
         packing = None if kernels is None else Packing(kernels, checkpoint.dtype, how)
-        load = Load(settings, checkpoint, device, longest, packing, predicts, group, plan, report)
+        load = LoadJob(settings, checkpoint, device, longest, packing, predicts, group, plan, report)
         loaded, encoder = _load(load, described.vision)
         trim_heap()
         report("reading the fingerprint", 0.0)
@@ -142,7 +142,7 @@ def stated_kv(settings: ModelSettings, *, predicts: bool) -> KeptKV | None:
     return KeptKV(shape, family.architecture, checkpoint.dtype, device, described.max_model_len)
 
 
-def _load(load: Load, vision: VisionConfig | None) -> tuple[Loaded, VisionEncoder | None]:
+def _load(load: LoadJob, vision: VisionConfig | None) -> tuple[Loaded, VisionEncoder | None]:
     """Return the decoder, and the vision encoder if the checkpoint has one.
 
     Raises UnsupportedModel for one with an encoder whose decoder reads no images.
@@ -163,7 +163,7 @@ def _load(load: Load, vision: VisionConfig | None) -> tuple[Loaded, VisionEncode
     return loaded, load_encoder(checkpoint.path, vision, checkpoint.tower, checkpoint.dtype, packing)
 
 
-def _formats(checkpoint: Checkpoint, loaded: Loaded, packing: Packing | None) -> str:
+def _formats(checkpoint: DecoderParts, loaded: Loaded, packing: Packing | None) -> str:
     counts = replace(checkpoint.counts, num_quantized=loaded.num_codes)
     num_packed = 0 if packing is None else packing.num_quantized
     return counts.describe(str(checkpoint.dtype).removeprefix("torch."), num_packed)
@@ -177,7 +177,7 @@ def _fingerprint(settings: ModelSettings, plan: LoadPlan | None) -> str:
 
 
 def _rounding(
-    settings: ModelSettings, checkpoint: Checkpoint, kernels: Kernels | None
+    settings: ModelSettings, checkpoint: DecoderParts, kernels: Kernels | None
 ) -> RoundToNearest | RoundInputs | None:
     """Return how plain weights, or inputs, are to be rounded. Raises ConfigError where they can't be."""
     if settings.quantize == "none":

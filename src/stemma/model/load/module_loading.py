@@ -20,14 +20,14 @@ from stemma.model.foreign.attention import use_paged_attention
 from stemma.model.foreign.compression import compress_attention
 from stemma.model.foreign.decoder import ModuleDecoder
 from stemma.model.foreign.latent import cache_latents
-from stemma.model.foreign.loading import Cut, load_modules
+from stemma.model.foreign.loading import RankPart, load_modules
 from stemma.model.foreign.packing import pack_modules
 from stemma.model.foreign.probe import probe
 from stemma.model.foreign.reference import FirstLayers, needs_check, take_reference
 from stemma.model.foreign.sparse import index_latents
 from stemma.model.foreign.weights import ModuleWeights
 from stemma.model.formats.weight_check import check_weights
-from stemma.model.load.job import Load, Loaded
+from stemma.model.load.job import Loaded, LoadJob
 from stemma.model.load.prediction import (
     PredictingDecoder,
     PredictionLayer,
@@ -44,7 +44,7 @@ from stemma.model.parallel.sums import add_sums
 from stemma.native.process_memory import MappedFiles, large_blocks_apart
 
 
-def load_by_modules(load: Load) -> Loaded:
+def load_by_modules(load: LoadJob) -> Loaded:
     """Return the decoder of what `load` names, with what the model computes by itself.
 
     Raises ModelError, UnsupportedModel, or ConfigError where a setting contradicts the checkpoint.
@@ -88,16 +88,16 @@ def load_by_modules(load: Load) -> Loaded:
     )
 
 
-def _cut_of(load: Load, cuts: Cuts) -> Cut:
+def _cut_of(load: LoadJob, cuts: Cuts) -> RankPart:
     """Return the rank's part of the checkpoint."""
     assert load.group is not None
     share = load.group.share
     num_experts = num_experts_of(load.checkpoint.config.get_text_config())
     weights = read_share(load.settings.path, share, cuts, num_experts)
-    return Cut(weights, partial(cut_class, share=share, cuts=cuts))
+    return RankPart(weights, partial(cut_class, share=share, cuts=cuts))
 
 
-def _prediction_layer(load: Load, hf_model: Any) -> PredictionLayer | None:
+def _prediction_layer(load: LoadJob, hf_model: Any) -> PredictionLayer | None:
     if not load.predicts:
         return None
 
@@ -109,7 +109,7 @@ def _prediction_layer(load: Load, hf_model: Any) -> PredictionLayer | None:
 
 
 def _reference(
-    load: Load, hf_model: Any
+    load: LoadJob, hf_model: Any
 ) -> tuple[Reference | None, Callable[[], AbstractContextManager[None]]]:
     """Return the model's own logits, and what limits it to the layers that they come from."""
     if not needs_check(hf_model):
@@ -120,7 +120,7 @@ def _reference(
         return take_reference(hf_model), checked
 
 
-def _dropping_pages(load: Load, files: MappedFiles, stage: str) -> Callable[[float], None]:
+def _dropping_pages(load: LoadJob, files: MappedFiles, stage: str) -> Callable[[float], None]:
     def report(share: float) -> None:
         files.drop_pages()  # otherwise memory would hold every weight twice, as read and as packed
         load.report(stage, share)
@@ -129,7 +129,7 @@ def _dropping_pages(load: Load, files: MappedFiles, stage: str) -> Callable[[flo
 
 
 def _decoder(
-    load: Load,
+    load: LoadJob,
     hf_model: Any,
     weights: ModuleWeights,
     layer: PredictionLayer | None,

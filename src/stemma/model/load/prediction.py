@@ -39,7 +39,7 @@ from stemma.model.attend.batch import ForwardBatch, StateMoves
 from stemma.model.attend.kept_kv import KVShape
 from stemma.model.attend.paged import AttentionStep
 from stemma.model.cpu.attention import NativeAttentionStep
-from stemma.model.families.prediction import Prediction
+from stemma.model.families.prediction import PredictionNames
 from stemma.model.families.registry import PREDICTING
 from stemma.model.foreign.attention import STEP_KEYWORD, use_paged_attention
 from stemma.model.foreign.decoder import ModuleDecoder
@@ -52,7 +52,7 @@ from stemma.model.formats.checkpoint import CheckpointTensors
 from stemma.model.formats.reading import GGUF, find_format, read_quantized
 from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.opened.causal_lm import Decoder
-from stemma.model.opened.checkpoint import Checkpoint
+from stemma.model.opened.checkpoint import DecoderParts
 from stemma.model.opened.checkpoint_config import quantization_of, runs_remote_code
 from stemma.native.library import Kernels
 
@@ -260,7 +260,7 @@ def _before(hidden: torch.Tensor, batch: ForwardBatch, previous: torch.Tensor | 
 
 
 def read_prediction_layer(
-    checkpoint: Checkpoint, model_class: Any, main_weight: Callable[[str], torch.Tensor]
+    checkpoint: DecoderParts, model_class: Any, main_weight: Callable[[str], torch.Tensor]
 ) -> PredictionLayer:
     """Return the MTP layer of a checkpoint of transformers' `model_class`, on CPU.
 
@@ -331,7 +331,7 @@ def _check_servable(path: Path, config: Any, architecture: str) -> None:
         )
 
 
-def _check_present(path: Path, config: Any, how: Prediction, names: Collection[str]) -> None:
+def _check_present(path: Path, config: Any, how: PredictionNames, names: Collection[str]) -> None:
     """Raise ConfigError unless `names` hold the tensors that the layer has beside its decoder layer."""
     prefix = how.prefix(config)
     missing = [name for name in how.beside if prefix + name not in names]
@@ -354,7 +354,7 @@ def _read(path: Path, prefix: str, config: Any, dtype: torch.dtype) -> dict[str,
 
 
 def _build(
-    checkpoint: Checkpoint, model_class: Any, how: Prediction, weights: dict[str, torch.Tensor]
+    checkpoint: DecoderParts, model_class: Any, how: PredictionNames, weights: dict[str, torch.Tensor]
 ) -> Any:
     """Return a model of transformers with that one decoder layer and the norm behind it."""
     path = checkpoint.path

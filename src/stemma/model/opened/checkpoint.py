@@ -22,7 +22,7 @@ from stemma.model.weights.stored import DeferredWeight, StoredWeights
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class DecoderParts:
     """The parts that a decoder is made of."""
 
     path: Path
@@ -64,7 +64,7 @@ class Checkpoint:
         return read_plain(self.stored) if self.quantized is None else self.quantized
 
 
-def open_checkpoint(settings: ModelSettings, config: Any, vision: VisionConfig | None = None) -> Checkpoint:
+def open_checkpoint(settings: ModelSettings, config: Any, vision: VisionConfig | None = None) -> DecoderParts:
     """Return the checkpoint of `settings`; what a reader of ours reads is looked through.
 
     `config` is that of the language model; `vision` that of the encoder before it, if it has one.
@@ -80,7 +80,7 @@ def open_checkpoint(settings: ModelSettings, config: Any, vision: VisionConfig |
     dtype = dtype_of(settings, config, stored)
     if format_name is None:
         method = _check_method(path, quantization)
-        return Checkpoint(path, config, dtype, stored, method, None, FormatCounts())
+        return DecoderParts(path, config, dtype, stored, method, None, FormatCounts())
     if runs_remote_code(settings):
         raise UnsupportedModel(
             f"{path}: quantized weights ({format_name}) under the checkpoint's own code aren't served"
@@ -88,12 +88,12 @@ def open_checkpoint(settings: ModelSettings, config: Any, vision: VisionConfig |
     if dtype == torch.float16 and settings.dtype == "auto":
         dtype = torch.bfloat16  # our products know no float16
     weights, counts = read_quantized(path, format_name, quantization, config, dtype)
-    return Checkpoint(path, config, dtype, stored, format_name, weights, counts)
+    return DecoderParts(path, config, dtype, stored, format_name, weights, counts)
 
 
 def _open_with_tower(
     settings: ModelSettings, config: Any, vision: VisionConfig, stored: list[StoredTensor]
-) -> Checkpoint:
+) -> DecoderParts:
     path, architecture = settings.path, vision.family.architecture
     if quantization_of(vision.whole) or any(tensor.dtype not in STORED_DTYPES for tensor in stored):
         raise UnsupportedModel(
@@ -103,7 +103,7 @@ def _open_with_tower(
     split = split_tensors(path, vision.family, stored)
     dtype = dtype_of(settings, config, split.text)
     whole = vision.family.num_whole is not None
-    return Checkpoint(path, config, dtype, split.text, None, None, FormatCounts(), split.tower, whole)
+    return DecoderParts(path, config, dtype, split.text, None, None, FormatCounts(), split.tower, whole)
 
 
 def read_plain(stored: list[StoredTensor]) -> dict[str, torch.Tensor]:

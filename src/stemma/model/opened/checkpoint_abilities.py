@@ -11,7 +11,7 @@ import torch
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.opened.abilities import Abilities, EmbeddingFormat, ScoreHead, ScoreTokens
-from stemma.model.opened.checkpoint import Checkpoint
+from stemma.model.opened.checkpoint import DecoderParts
 from stemma.model.opened.checkpoint_config import SCORE_WEIGHT, is_classifier
 from stemma.model.opened.sentence_transformers import read_modules
 
@@ -19,7 +19,7 @@ _HEAD = "lm_head.weight"
 _IDENTITY = "torch.nn.modules.linear.Identity"
 
 
-def read_abilities(settings: ModelSettings, checkpoint: Checkpoint) -> Abilities:
+def read_abilities(settings: ModelSettings, checkpoint: DecoderParts) -> Abilities:
     """Return what the checkpoint is made for. Raises ModelError, UnsupportedModel.
 
     The config of one without an output head says afterwards that the embedding serves as it, so that decoders
@@ -56,7 +56,7 @@ def needs_hidden(settings: ModelSettings, config: Any) -> bool:
     return makes_embeddings or settings.pooling != "auto" or is_classifier(config)
 
 
-def _read_head(checkpoint: Checkpoint) -> ScoreHead:
+def _read_head(checkpoint: DecoderParts) -> ScoreHead:
     path, config = checkpoint.path, checkpoint.config
     if checkpoint.method is not None:
         raise UnsupportedModel(f"{path} is a quantized sequence classifier; take the unquantized checkpoint")
@@ -75,7 +75,7 @@ def _read_head(checkpoint: Checkpoint) -> ScoreHead:
     return ScoreHead(exact, is_probability=activation != _IDENTITY)
 
 
-def _check_causal(checkpoint: Checkpoint) -> None:
+def _check_causal(checkpoint: DecoderParts) -> None:
     """Raise UnsupportedModel for models whose tokens attend to later ones: their KV is no prefix's."""
     config = checkpoint.config.get_text_config()
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):

@@ -31,7 +31,7 @@ Rows: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ProbePiece:
     """Tokens of one sequence that run, at its beginning or behind a context of any content."""
 
     tokens: torch.Tensor
@@ -41,7 +41,7 @@ class Piece:
 
 
 def run_pieces(
-    model: CausalLM, pieces: Sequence[Piece], steps: Sequence[Sequence[Rows]]
+    model: CausalLM, pieces: Sequence[ProbePiece], steps: Sequence[Sequence[Rows]]
 ) -> list[torch.Tensor]:
     """Return the logits [T, vocab] of every piece, on CPU, computed step by step over blocks in mixed order.
 
@@ -58,7 +58,7 @@ def run_pieces(
     return [torch.cat(parts) for parts in logits]
 
 
-def _paged(model: CausalLM, pieces: Sequence[Piece]) -> tuple[DeviceKV, torch.Tensor]:
+def _paged(model: CausalLM, pieces: Sequence[ProbePiece]) -> tuple[DeviceKV, torch.Tensor]:
     """Return the KV of a few sequences, and their tables of blocks [S, B]; block 0 is everybody's past."""
     size = _BLOCK_SIZE * model.context_size
     firsts = [piece.first // size for piece in pieces]
@@ -83,7 +83,7 @@ def _paged(model: CausalLM, pieces: Sequence[Piece]) -> tuple[DeviceKV, torch.Te
 
 
 def _batch(
-    model: CausalLM, kv: DeviceKV, pieces: Sequence[Piece], tables: torch.Tensor, step: Sequence[Rows]
+    model: CausalLM, kv: DeviceKV, pieces: Sequence[ProbePiece], tables: torch.Tensor, step: Sequence[Rows]
 ) -> ForwardBatch:
     size, device = kv.layout.block_size, model.device
     sequences = [number for number, _, _ in step]
@@ -120,21 +120,21 @@ def check_same_bits(model: CausalLM, tokens: torch.Tensor, limit: float | None) 
     count, cut = len(tokens), len(tokens) // 2
     counted = RowCounting(count)
     with counted:
-        [whole] = run_pieces(model, [Piece(tokens)], [[(0, 0, count)]])
+        [whole] = run_pieces(model, [ProbePiece(tokens)], [[(0, 0, count)]])
     if counted.by is not None:
         raise UnsupportedModel(
             f"{_name(model)} can't be served: {counted.by} counts the rows of a step where it should take "
             f"positions, which differ from them in every chunk but the first. {SUPPORTED}"
         )
-    chunks = run_pieces(model, [Piece(tokens)], [[(0, 0, cut)], [(0, cut, count)]])
+    chunks = run_pieces(model, [ProbePiece(tokens)], [[(0, 0, cut)], [(0, cut, count)]])
     _compare(model, "in two chunks", chunks[0], whole, limit)
-    pair = [Piece(tokens.flip(0)), Piece(tokens)]
+    pair = [ProbePiece(tokens.flip(0)), ProbePiece(tokens)]
     behind = run_pieces(model, pair, [[(0, 0, cut)], [(0, cut, count), (1, 0, count)]])
     _compare(model, "behind another prompt's rows", behind[1], whole, limit)
     few = tokens[:_ROWS_FAR_BEHIND]
     first = min(model.max_model_len, _FARTHEST) - len(few)
     if first > count:
-        far = Piece(few, first)
+        far = ProbePiece(few, first)
         [alone] = run_pieces(model, [far], [[(0, 0, len(few))]])
         steps: list[list[Rows]] = [[(1, 0, 1)], [(0, 0, count), (1, 1, len(few))]]
         cut_far = run_pieces(model, [pair[0], far], steps)[1]

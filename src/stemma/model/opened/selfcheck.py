@@ -19,7 +19,7 @@ from stemma.errors import ModelError, UnsupportedModel
 from stemma.foreign_code import ForeignCode
 from stemma.model.attend.attention import SUPPORTED
 from stemma.model.opened.causal_lm import CausalLM
-from stemma.model.opened.same_bits import Piece, check_same_bits, median_error, run_pieces
+from stemma.model.opened.same_bits import ProbePiece, check_same_bits, median_error, run_pieces
 
 CHUNKS = (7, 6)
 """The second begins inside a block and ends in another."""
@@ -57,14 +57,14 @@ def check_served(
     if reference is None:
         tokens = torch.arange(1, 4) % model.vocab_size
         with ForeignCode(f"{name} fails on its first tokens"):
-            [logits] = run_pieces(model, [Piece(tokens)], [[(0, 0, len(tokens))]])
+            [logits] = run_pieces(model, [ProbePiece(tokens)], [[(0, 0, len(tokens))]])
             check_logits(name, logits)
         return
     chunks = CHUNKS if model.max_model_len >= NUM_TOKENS else (1, model.max_model_len - 1)
     tokens = reference.token_ids[: sum(chunks)]
     with ForeignCode(f"{name} can't be served: it fails on a prompt in two chunks", f". {SUPPORTED}"):
         cut, end = chunks[0], sum(chunks)
-        [logits] = run_pieces(model, [Piece(tokens)], [[(0, 0, cut)], [(0, cut, end)]])
+        [logits] = run_pieces(model, [ProbePiece(tokens)], [[(0, 0, cut)], [(0, cut, end)]])
     check_logits(name, logits)
     limit = max(LIMITS.get(model.dtype, 1e-3), 0.0 if weight_bits is None else _ROUNDED[weight_bits])
     first = median_error(logits[: chunks[0]], reference.logits[: chunks[0]])

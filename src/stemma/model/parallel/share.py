@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stemma.errors import ConfigError, UnsupportedModel
-from stemma.model.families.cuts import Cuts, Run, Runs
+from stemma.model.families.cuts import CutRun, Cuts, Runs
 from stemma.model.families.registry import cuts_of
 from stemma.model.weights.rounding import fitting_group
 
@@ -74,7 +74,7 @@ class Share:
         """Return this rank's parts of a dimension that is cut run by run; without runs it is one."""
         found: list[range] = []
         start = 0
-        for run in runs or (Run(length),):
+        for run in runs or (CutRun(length),):
             own = range(run.length) if run.is_shared else self.part(run.length, of_expert=of_expert)
             found.append(range(start + own.start, start + own.stop))
             start += run.length

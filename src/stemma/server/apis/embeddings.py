@@ -24,7 +24,7 @@ from stemma.server.turn.context import context_of
 from stemma.server.turn.intake import Intake
 from stemma.server.turn.models import answered_by, check_model
 from stemma.server.turn.pooling import pooling_asked
-from stemma.server.turn.prompts import Cut, completion_prompts, num_prompts
+from stemma.server.turn.prompts import PromptCut, completion_prompts, num_prompts
 from stemma.server.turn.run import new_request_id
 
 router = Router(openai_error)
@@ -87,12 +87,12 @@ def _prompted(given: str | list[Any], before: str) -> str | list[Any]:
     return [before + one if isinstance(one, str) and one else one for one in given]
 
 
-def _cut(intake: Intake, body: EmbeddingRequest) -> Cut | None:
+def _cut(intake: Intake, body: EmbeddingRequest) -> PromptCut | None:
     most = body.truncate_prompt_tokens
     if most is None:
         return None
     most = intake.engine.max_model_len - 1 if most == -1 else most
-    return Cut(most, keep_first=body.truncation_side == "right")
+    return PromptCut(most, keep_first=body.truncation_side == "right")
 
 
 def _written(vector: Vector, encoding: str | None) -> Any:

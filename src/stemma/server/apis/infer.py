@@ -12,7 +12,7 @@ from stemma.errors import InvalidRequest
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail, cached_header
 from stemma.server.door.access import JSON_TYPE
-from stemma.server.door.answer_memory import EVENT_BYTES, ID_BYTES, Told
+from stemma.server.door.answer_memory import EVENT_BYTES, ID_BYTES, PromptTold
 from stemma.server.errors import json_response, tgi_error
 from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes
@@ -101,7 +101,7 @@ def one_sequence(
         params=tgi_sampling(context.intake, parameters),
         adapter=chosen_adapter(context.engine, None, parameters.adapter_id),
         shows_steps=True,
-        told=Told(token=num_lists * ID_BYTES + EVENT_BYTES),
+        told=PromptTold(token=num_lists * ID_BYTES + EVENT_BYTES),
     )
     return context.turns.build(request, api, asked)
 

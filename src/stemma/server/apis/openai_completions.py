@@ -20,7 +20,7 @@ from stemma.server.answers.logprobs import CompletionLogprobs, TextOf, keep_best
 from stemma.server.answers.prompt_logprobs import entries, id_list, vllm_prompt_logprobs
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
 from stemma.server.door.access import JSON_TYPE
-from stemma.server.door.answer_memory import NOTHING_ELSE, Told, text_bytes, told_ids
+from stemma.server.door.answer_memory import NOTHING_ELSE, PromptTold, text_bytes, told_ids
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.collected import Collected, CollectedSequence
 from stemma.server.openapi import takes
@@ -127,7 +127,7 @@ async def _echoes(context: ApiContext, body: CompletionRequest, prompts: list[To
     return await context.intake.in_thread(lambda: [decode(tokens.tolist()) for tokens in prompts])
 
 
-def _told(body: CompletionRequest, prompt: TokenArray, echo: str) -> Told:
+def _told(body: CompletionRequest, prompt: TokenArray, echo: str) -> PromptTold:
     """Return what each answer to `prompt` repeats."""
     ids = told_ids(prompt) if body.return_token_ids else NOTHING_ELSE
     repeats = body.echo and body.logprobs is not None

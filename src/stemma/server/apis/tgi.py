@@ -19,7 +19,7 @@ from stemma.server.answers.usage import cache_detail, cached_header
 from stemma.server.apis.tgi_tokens import stream_tokens, token_entry
 from stemma.server.apis.vllm_generate import generate_vllm
 from stemma.server.door.access import JSON_TYPE
-from stemma.server.door.answer_memory import ENTRY_BYTES, Told, text_bytes
+from stemma.server.door.answer_memory import ENTRY_BYTES, PromptTold, text_bytes
 from stemma.server.errors import json_response, tgi_error
 from stemma.server.observe.collected import Collected, CollectedSequence
 from stemma.server.openapi import takes
@@ -96,12 +96,12 @@ async def _prepare(
     return context.turns.build(request, "tgi", asked), text
 
 
-def _told(parameters: TGIParameters, prompt: TokenArray, text: str, *, stream: bool) -> Told:
+def _told(parameters: TGIParameters, prompt: TokenArray, text: str, *, stream: bool) -> PromptTold:
     """Return what the answer tells beside its text."""
     prefill = ENTRY_BYTES * len(prompt) if parameters.decoder_input_details else 0
     repeated = text_bytes(text) if parameters.return_full_text else 0
     tokens = ENTRY_BYTES if parameters.details or parameters.decoder_input_details or stream else 0
-    return Told(once=prefill + repeated, token=tokens)
+    return PromptTold(once=prefill + repeated, token=tokens)
 
 
 def _join_parts(parts: list[dict[str, Any]]) -> str:

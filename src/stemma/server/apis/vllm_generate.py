@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from stemma.server.answers.logprobs import keep_best
 from stemma.server.answers.usage import cached_header
-from stemma.server.door.answer_memory import Told, text_bytes
+from stemma.server.door.answer_memory import PromptTold, text_bytes
 from stemma.server.errors import json_response, tgi_error
 from stemma.server.schemas.tgi import VLLMGenerateRequest
 from stemma.server.transport.sse import EventStream
@@ -45,7 +45,7 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
         params=wide,
         beam=beam,
         adapter=adapter,
-        told=Told(each=text_bytes(body.prompt)),
+        told=PromptTold(each=text_bytes(body.prompt)),
     )
     turn = context.turns.build(request, "vllm", asked)
     if body.stream:

@@ -74,7 +74,7 @@ class TokenSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PromptTold:
     """What an answer to one prompt tells beside the text and log-probabilities of its choices, in bytes."""
 
     once: int = 0
@@ -88,12 +88,12 @@ class Told:
     """Whether each choice repeats the prompt's log-probabilities."""
 
 
-NOTHING_ELSE = Told()
+NOTHING_ELSE = PromptTold()
 
 
-def told_ids(prompt: TokenArray) -> Told:
+def told_ids(prompt: TokenArray) -> PromptTold:
     """Return that the ids of a prompt are told with each choice, and those of its tokens."""
-    return Told(each=ID_BYTES * len(prompt), token=ID_BYTES)
+    return PromptTold(each=ID_BYTES * len(prompt), token=ID_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class AnswerSize:
 
     @classmethod
     def of(
-        cls, request: GenerationRequest, num_choices: int, num_tokens: int, told: Told, token: TokenSize
+        cls, request: GenerationRequest, num_choices: int, num_tokens: int, told: PromptTold, token: TokenSize
     ) -> AnswerSize:
         """Return the size of the answer to `request`: `num_tokens` at most, over all choices.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stemma.budgets import TENANT_SHARE, Budget, BudgetState, Holding
 from stemma.config.settings import Settings
 from stemma.errors import InvalidRequest, OverBudget
-from stemma.server.door.answer_memory import NOTHING_ELSE, AnswerSize, TokenSize, Told
+from stemma.server.door.answer_memory import NOTHING_ELSE, AnswerSize, PromptTold, TokenSize
 from stemma.server.door.keyfile import Tenant
 from stemma.server.door.rates import RateLimits
 
@@ -70,7 +70,7 @@ class Admission:
             self.rates.widen(tenant, 0, 1, least_tokens=1)
         return Reserved(self, tenant)
 
-    def size_of(self, request: GenerationRequest, told: Told = NOTHING_ELSE) -> AnswerSize:
+    def size_of(self, request: GenerationRequest, told: PromptTold = NOTHING_ELSE) -> AnswerSize:
         """Return the most that the answer to `request` may take."""
         num_sequences, num_tokens = num_sequences_of(request), self.most_output(request)
         return AnswerSize.of(request, num_sequences, num_tokens, told, self.token)
@@ -134,7 +134,9 @@ class Reserved:
                 self._admission.rates.forget(self._tenant, self._num_counted)
             raise
 
-    def reserve(self, requests: Sequence[GenerationRequest], told: Sequence[Told], answer: Holding) -> None:
+    def reserve(
+        self, requests: Sequence[GenerationRequest], told: Sequence[PromptTold], answer: Holding
+    ) -> None:
         """Take what `requests` will need, and into `answer` the bytes of theirs, which leave later.
 
         Raises RateLimited or Overloaded, and InvalidRequest if a retry wouldn't help.

@@ -14,7 +14,7 @@ SOCKET = "stemma.socket"
 """Where a request's scope has its `OpenSocket`, on ports of ours."""
 
 
-class Place(Enum):
+class SocketWait(Enum):
     """What a socket is waiting for."""
 
     HALF_SENT = auto()
@@ -26,11 +26,11 @@ class Place(Enum):
 
 
 _FIRST_TO_GO = (
-    (Place.HALF_SENT, False),
-    (Place.IDLE, False),
-    (Place.UNREAD, False),
-    (Place.HALF_SENT, True),
-    (Place.IDLE, True),
+    (SocketWait.HALF_SENT, False),
+    (SocketWait.IDLE, False),
+    (SocketWait.UNREAD, False),
+    (SocketWait.HALF_SENT, True),
+    (SocketWait.IDLE, True),
 )
 """With whether it has shown a key. Others are at work, or have their deadline."""
 
@@ -47,7 +47,7 @@ class OpenSocket:
 
     def waits(self) -> None:
         """A request is awaited or half-sent."""
-        self._sockets.moved(self, Place.HALF_SENT)
+        self._sockets.moved(self, SocketWait.HALF_SENT)
 
     def works(self) -> None:
         """A whole request is here and not answered yet."""
@@ -55,11 +55,11 @@ class OpenSocket:
 
     def idles(self) -> None:
         """All requests are answered; another one may come."""
-        self._sockets.moved(self, Place.IDLE)
+        self._sockets.moved(self, SocketWait.IDLE)
 
     def stalls(self) -> None:
         """Its client doesn't read what was answered."""
-        self._sockets.moved(self, Place.UNREAD)
+        self._sockets.moved(self, SocketWait.UNREAD)
 
     def shows_key(self) -> None:
         """A request with a valid key came on it."""
@@ -79,11 +79,11 @@ class OpenSockets:
         self.budget = budget
         self.num_dropped = 0
         """Sockets that made room for newer ones."""
-        self._waiting: dict[tuple[Place, bool], OrderedDict[OpenSocket, None]] = {
+        self._waiting: dict[tuple[SocketWait, bool], OrderedDict[OpenSocket, None]] = {
             one: OrderedDict() for one in _FIRST_TO_GO
         }
         """Those that may make room, by `_FIRST_TO_GO`, oldest first."""
-        self._open: dict[OpenSocket, tuple[Place, bool] | None] = {}
+        self._open: dict[OpenSocket, tuple[SocketWait, bool] | None] = {}
         """Which of these lists each is in; None: it is at work."""
 
     def accepted(self, close: Callable[[], None]) -> OpenSocket:
@@ -99,7 +99,7 @@ class OpenSockets:
         opened.waits()
         return opened
 
-    def moved(self, opened: OpenSocket, place: Place | None) -> None:
+    def moved(self, opened: OpenSocket, place: SocketWait | None) -> None:
         """Put a socket, if it is open, at the end of a list, unless it is there already; None: in none."""
         wanted = None if place is None else (place, opened.has_key)
         where = wanted if wanted in self._waiting else None
@@ -125,7 +125,7 @@ class OpenSockets:
     def close(self) -> None:
         """Close what hasn't sent a whole request."""
         for where in _FIRST_TO_GO:
-            if where[0] is Place.HALF_SENT:
+            if where[0] is SocketWait.HALF_SENT:
                 for opened in list(self._waiting[where]):
                     self._drop(opened)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from stemma.model.text.tokenizer import Tokenizer
-from stemma.server.history.token_texts import TokenTexts
+from stemma.server.history.token_texts import HeadTexts
 from stemma.types import TokenArray
 
 TAIL_CHARS = 8
@@ -78,7 +78,7 @@ class WrittenAnswer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Match:
+class AnswerMatch:
     """An answer that a text brings back, or the head of it that the text has."""
 
     begin: int
@@ -212,13 +212,13 @@ class WrittenAnswers:
             self.num_bytes = 0
         return number
 
-    def find(self, scope: bytes, text: str) -> list[Match]:
+    def find(self, scope: bytes, text: str) -> list[AnswerMatch]:
         """Return what `text`, a rendered conversation, brings back of what was written in `scope`, in order.
 
         Of several answers at one place that which agrees longest; of equal ones the first written.
         """
         self.expire()
-        found: list[Match] = []
+        found: list[AnswerMatch] = []
         end = 0
         for begin, key in self._keys(scope, text):
             with self._lock:
@@ -247,22 +247,22 @@ class WrittenAnswers:
             digest.update(_utf8(text[before:length]))
             yield length, digest.copy().digest()
 
-    def _best(self, here: list[_Kept], text: str, begin: int) -> tuple[Match, _Kept]:
+    def _best(self, here: list[_Kept], text: str, begin: int) -> tuple[AnswerMatch, _Kept]:
         """Return the match with the answer that agrees longest with `text` from `begin` on."""
         texts = [self._text_of(kept) for kept in here]
         whole = [number for number, one in enumerate(texts) if one and text.startswith(one, begin)]
         if whole:
             best = max(whole, key=lambda number: len(texts[number]))
-            match = Match(begin, begin + len(texts[best]), here[best].answer.token_ids, is_whole=True)
+            match = AnswerMatch(begin, begin + len(texts[best]), here[best].answer.token_ids, is_whole=True)
             return match, here[best]
         agreed = [_num_common(one, text, begin) for one in texts]
         best = max(range(len(here)), key=lambda number: agreed[number])
         answer = here[best].answer
-        heads = TokenTexts(self._tokenizer, answer.token_ids, answer.context)
+        heads = HeadTexts(self._tokenizer, answer.token_ids, answer.context)
         number = heads.num_whole_words(text, begin)
         behind = texts[best].find(self._thinking_end) + len(self._thinking_end)
         thinks = self._thinking_end in texts[best] and agreed[best] < behind
-        match = Match(
+        match = AnswerMatch(
             begin,
             begin + len(heads.head(number)),
             answer.token_ids[:number],
@@ -275,7 +275,7 @@ class WrittenAnswers:
         """Return an answer's text; empty where its ids have none by themselves."""
         if kept.text is None:
             answer = kept.answer
-            text = TokenTexts(self._tokenizer, answer.token_ids, answer.context).head(len(answer.token_ids))
+            text = HeadTexts(self._tokenizer, answer.token_ids, answer.context).head(len(answer.token_ids))
             with self._lock:
                 before, kept.text = kept.num_bytes, text
                 if self._kept.get(answer.name) is kept:

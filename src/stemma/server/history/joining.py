@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stemma.model.text.tokenizer import Tokenizer
-from stemma.server.history.answers import CONTEXT_TOKENS, Match, Place, WrittenAnswer, WrittenAnswers
+from stemma.server.history.answers import CONTEXT_TOKENS, AnswerMatch, Place, WrittenAnswer, WrittenAnswers
 from stemma.types import TokenArray, as_tokens
 
 Encode = Callable[[str], TokenArray]
@@ -112,7 +112,7 @@ class HistoryJoiner:
         return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
 
-def _joined(text: str, matches: Sequence[Match], encode: Encode) -> tuple[TokenArray, list[int]]:
+def _joined(text: str, matches: Sequence[AnswerMatch], encode: Encode) -> tuple[TokenArray, list[int]]:
     """Return the ids of `text`, those of `matches` where they stand, and the token at which each begins."""
     pieces: list[TokenArray] = []
     begins: list[int] = []

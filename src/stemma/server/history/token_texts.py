@@ -18,7 +18,7 @@ _FIRST_WORDLESS = "\u2e80"
 
 
 @dataclass(frozen=True, slots=True)
-class TokenTexts:
+class HeadTexts:
     """The texts of the heads of some token ids, as they read behind others."""
 
     tokenizer: Tokenizer

@@ -30,7 +30,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class AliasNames:
     """The names of one other server."""
 
     histograms: Mapping[str, str]
@@ -43,7 +43,7 @@ class Names:
     """Constant labels beside ``model_name``."""
 
 
-def render_aliases(names: Names, metrics: ServerMetrics, stats: EngineStats, model_name: str) -> bytes:
+def render_aliases(names: AliasNames, metrics: ServerMetrics, stats: EngineStats, model_name: str) -> bytes:
     """Return the metrics in Prometheus' text format, each with the label ``model_name``."""
     registry = CollectorRegistry()
     registry.register(_Renamed(names, metrics, stats, {"model_name": model_name, **names.labels}))
@@ -52,7 +52,7 @@ def render_aliases(names: Names, metrics: ServerMetrics, stats: EngineStats, mod
 
 class _Renamed(Collector):
     def __init__(
-        self, names: Names, metrics: ServerMetrics, stats: EngineStats, labels: dict[str, str]
+        self, names: AliasNames, metrics: ServerMetrics, stats: EngineStats, labels: dict[str, str]
     ) -> None:
         self._names = names
         self._metrics = metrics

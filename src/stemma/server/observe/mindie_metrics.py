@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stemma.server.observe.metric_aliases import Names, Source, Values, share
+from stemma.server.observe.metric_aliases import AliasNames, Source, Values, share
 from stemma.types import Tier
 
 _HISTOGRAMS = {
@@ -59,4 +59,4 @@ def _gauges(source: Source) -> Values:
     )
 
 
-MINDIE_NAMES = Names(_HISTOGRAMS, _counters, _gauges)
+MINDIE_NAMES = AliasNames(_HISTOGRAMS, _counters, _gauges)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from stemma.server.observe.metric_aliases import Names, Source, Values, share
+from stemma.server.observe.metric_aliases import AliasNames, Source, Values, share
 from stemma.types import Tier
 
 _HISTOGRAMS = {
@@ -68,4 +68,4 @@ def _families(source: Source, labels: dict[str, str]) -> Iterable[Metric]:
     yield success
 
 
-VLLM_NAMES = Names(_HISTOGRAMS, _counters, _gauges, _families, {"engine": "0"})
+VLLM_NAMES = AliasNames(_HISTOGRAMS, _counters, _gauges, _families, {"engine": "0"})

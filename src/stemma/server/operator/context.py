@@ -16,7 +16,7 @@ from stemma.server.door.published import PublishedPrefixes
 from stemma.server.history.parts import WrittenHistory
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.instruments import Instruments
-from stemma.server.observe.metric_aliases import Names
+from stemma.server.observe.metric_aliases import AliasNames
 from stemma.server.observe.mindie_metrics import MINDIE_NAMES
 from stemma.server.observe.vllm_metrics import VLLM_NAMES
 from stemma.server.turn.intake import Intake
@@ -36,7 +36,7 @@ class OperatorContext:
     instruments: Instruments
     lifecycle: Lifecycle
     published: PublishedPrefixes
-    metric_aliases: list[Names]
+    metric_aliases: list[AliasNames]
     bundle_key: bytes | None
     history: WrittenHistory | None
     """None: exact history is off."""
@@ -50,7 +50,7 @@ def context_of(request: Request) -> OperatorContext:
     return context
 
 
-def alias_names(settings: Settings) -> list[Names]:
+def alias_names(settings: Settings) -> list[AliasNames]:
     """Return whose names `/metrics` shows beside ours. Raises ConfigError for one that nobody knows."""
     wanted = dict.fromkeys(name for name in settings.server.metric_aliases if name != "none")
     if settings.requests.dialect == "mindie":

@@ -85,14 +85,14 @@ TOOLS = Kinds(
 """Tools. Skipped are those that Anthropic's servers run, and those that a model sees a screen for."""
 
 
-class Turn(RequestModel):
+class InputTurn(RequestModel):
     """One turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Parts
 
 
-class Thinking(RequestModel):
+class ThinkingParam(RequestModel):
     """Whether the model thinks before it answers."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"display"})
@@ -110,7 +110,7 @@ class ToolChoice(RequestModel):
     disable_parallel_tool_use: bool = False
 
 
-class CacheControl(RequestModel):
+class CacheMark(RequestModel):
     """A mark: keep what the prompt holds up to here."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"scope"})
@@ -126,7 +126,7 @@ class ClaudeTool(RequestModel):
     name: Name | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    cache_control: CacheControl | None = None
+    cache_control: CacheMark | None = None
 
     @property
     def kind(self) -> str:
@@ -144,7 +144,10 @@ class Diagnostics(RequestModel):
 class CountTokensRequest(RequestModel):
     """Body of ``POST /v1/messages/count_tokens``: what a prompt is made of."""
 
-    nested: ClassVar[Mapping[str, type[RequestModel]]] = {"thinking": Thinking, "tool_choice": ToolChoice}
+    nested: ClassVar[Mapping[str, type[RequestModel]]] = {
+        "thinking": ThinkingParam,
+        "tool_choice": ToolChoice,
+    }
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         # vLLM's
         "ec_transfer_params": (),
@@ -176,13 +179,13 @@ class CountTokensRequest(RequestModel):
         }
     )
 
-    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[InputTurn], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
     system: str | Parts | None = None
     tools: Annotated[list[ClaudeTool], Field(fail_fast=True, max_length=1024)] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
-    cache_control: CacheControl | None = None
+    thinking: ThinkingParam | None = None
+    cache_control: CacheMark | None = None
     """A mark at the end of the prompt."""
     diagnostics: Diagnostics | None = None
     output_config: dict[str, Any] | None = None

@@ -16,7 +16,7 @@ from stemma.model.vision.prompt import PromptImages
 from stemma.prefix.keys import Namespace
 from stemma.server.answers.chat import AnswerReader
 from stemma.server.door.access import Access, tenant_of
-from stemma.server.door.answer_memory import NOTHING_ELSE, Told
+from stemma.server.door.answer_memory import NOTHING_ELSE, PromptTold
 from stemma.server.door.caller import Caller, caller
 from stemma.server.door.namespace import tenant_namespace
 from stemma.server.door.published import PublishedPrefixes
@@ -58,7 +58,7 @@ class Asked:
     pooling: Pooling | None = None
     roles: tuple[str, ...] = ()
     shows_steps: bool = False
-    told: Told = NOTHING_ELSE
+    told: PromptTold = NOTHING_ELSE
     """What its answer tells beside text and log-probabilities."""
     reader: AnswerReader | None = None
     """None: the answer's text is passed on as it is."""

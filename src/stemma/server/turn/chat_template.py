@@ -28,7 +28,7 @@ from stemma.server.schemas.bounds import (
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.turn.build import Prompt
 from stemma.server.turn.intake import Intake
-from stemma.server.turn.template_process import Conversation
+from stemma.server.turn.template_process import TemplateFields
 from stemma.server.turn.thinking import EFFORT_TOKENS, VARIABLES, thinking_of
 
 _MAX_SHOWN_CHARS = 64
@@ -110,7 +110,7 @@ def _is_scalar(value: Any) -> bool:
 async def conversation_prompt(
     intake: Intake,
     body: ChatRequest,
-    conversation: Conversation,
+    conversation: TemplateFields,
     salt: str | None,
     adapter: str,
     images: Sequence[ReadImage],

@@ -17,7 +17,7 @@ from stemma.server.door.ledger import Admission
 from stemma.server.history.joining import HistoryJoiner
 from stemma.server.turn.images import RequestImages
 from stemma.server.turn.known_texts import KnownTexts
-from stemma.server.turn.template_process import Conversation, TemplateProcess
+from stemma.server.turn.template_process import TemplateFields, TemplateProcess
 from stemma.server.turn.template_rules import TemplateRules
 from stemma.types import TokenArray
 from stemma.workers import WorkerThreads
@@ -128,7 +128,7 @@ class Intake:
             work, limit_s=_PARSE_TIMEOUT_S, what="reading the body", owner=caller().tenant
         )
 
-    async def render_foreign(self, template: str, conversation: Conversation) -> str:
+    async def render_foreign(self, template: str, conversation: TemplateFields) -> str:
         """Render `conversation` with a client's own template; raise InvalidRequest if that isn't allowed."""
         if self._renderer is None:
             message = "a request may not bring a chat template: see --trust-request-chat-template"

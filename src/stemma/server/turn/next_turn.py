@@ -12,7 +12,7 @@ import numpy as np
 from stemma.model.lora.adapter import Adapter
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.answers.chat import AnswerReader, message_of
-from stemma.server.history.token_texts import TokenTexts
+from stemma.server.history.token_texts import HeadTexts
 from stemma.server.schemas.openai import ChatRequest, Message
 from stemma.server.turn.build import Prompt
 from stemma.server.turn.context import ApiContext
@@ -91,7 +91,7 @@ def continued(tokenizer: Tokenizer, earlier: TokenArray, tokens: TokenArray) -> 
     if len(earlier) <= len(tokens) and np.array_equal(tokens[: len(earlier)], earlier):
         return tokens
     text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
-    heads = TokenTexts(tokenizer, earlier, as_tokens(()))
+    heads = HeadTexts(tokenizer, earlier, as_tokens(()))
     num_kept = heads.num_within(text)
     rest = tokenizer.encode(text[len(heads.head(num_kept)) :], add_special_tokens=False)
     joined = np.concatenate((earlier[:num_kept], rest))

@@ -10,7 +10,7 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.scoring import Scoring
 from stemma.errors import InvalidRequest
 from stemma.model.lora.adapter import Adapter
-from stemma.server.door.answer_memory import ID_BYTES, Told
+from stemma.server.door.answer_memory import ID_BYTES, PromptTold
 from stemma.server.schemas.shared import KeptRequest
 from stemma.server.turn.build import Asked, Prompt
 from stemma.server.turn.hints import hints_of
@@ -43,7 +43,7 @@ def pooling_asked(
             hints=hints,
             pooling=pooling,
             adapter=adapter,
-            told=Told(once=vector_bytes + ID_BYTES * len(tokens)),
+            told=PromptTold(once=vector_bytes + ID_BYTES * len(tokens)),
         )
         for index, tokens in enumerate(prompts)
     ]

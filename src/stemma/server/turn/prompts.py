@@ -23,7 +23,7 @@ from stemma.server.turn.chat_template import (
 from stemma.server.turn.client_nonces import without_nonces
 from stemma.server.turn.intake import MAX_CHARS_PER_TOKEN, Intake
 from stemma.server.turn.template_messages import template_messages
-from stemma.server.turn.template_process import Conversation
+from stemma.server.turn.template_process import TemplateFields
 from stemma.server.turn.template_rules import TemplateRules
 from stemma.types import TokenArray, as_tokens
 
@@ -31,7 +31,7 @@ Tokens = TypeVar("Tokens", TokenArray, list[int])
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PromptCut:
     """How a request wants its prompt cut: the number of tokens to keep, and on which side."""
 
     num_tokens: int
@@ -42,19 +42,21 @@ class Cut:
         return tokens[: self.num_tokens] if self.keep_first else tokens[-self.num_tokens :]
 
 
-def last_tokens(num_tokens: int | None) -> Cut | None:
+def last_tokens(num_tokens: int | None) -> PromptCut | None:
     """Return the cut that leaves the last `num_tokens`, or none."""
-    return None if num_tokens is None else Cut(num_tokens, keep_first=False)
+    return None if num_tokens is None else PromptCut(num_tokens, keep_first=False)
 
 
-def wanted_cut(body: OpenAIRequest) -> Cut | None:
+def wanted_cut(body: OpenAIRequest) -> PromptCut | None:
     """Return what `truncate_prompt_tokens` and `truncation_side` ask for."""
     if body.truncate_prompt_tokens is None:
         return None
-    return Cut(body.truncate_prompt_tokens, keep_first=body.truncation_side == "right")
+    return PromptCut(body.truncate_prompt_tokens, keep_first=body.truncation_side == "right")
 
 
-def check_tokens(intake: Intake, tokens: Tokens, param: str = "prompt", cut: Cut | None = None) -> Tokens:
+def check_tokens(
+    intake: Intake, tokens: Tokens, param: str = "prompt", cut: PromptCut | None = None
+) -> Tokens:
     """Return `tokens`, as far as `cut` leaves them.
 
     Raises InvalidRequest if there are none, or more than the context can hold.
@@ -93,7 +95,7 @@ async def completion_prompts(
     prompt: str | list[Any],
     *,
     add_special_tokens: bool = True,
-    cut: Cut | None = None,
+    cut: PromptCut | None = None,
     salt: str | None = None,
     param: str = "prompt",
 ) -> list[TokenArray]:
@@ -135,7 +137,7 @@ def _all_of(items: Sequence[Any], kind: type) -> bool:
     return all(type(item) is kind for item in items)
 
 
-def _token_prompt(intake: Intake, ids: list[int], cut: Cut | None, param: str) -> TokenArray:
+def _token_prompt(intake: Intake, ids: list[int], cut: PromptCut | None, param: str) -> TokenArray:
     """Return the array; the engine checks the ids against the vocabulary, once they fit into int32."""
     ids = check_tokens(intake, ids, param, cut)
     if min(ids) < 0 or max(ids) > MAX_INT32:
@@ -151,7 +153,7 @@ async def text_prompt(
     *,
     add_special_tokens: bool = True,
     param: str = "prompt",
-    cut: Cut | None = None,
+    cut: PromptCut | None = None,
     salt: str | None = None,
 ) -> TokenArray:
     """Return the token ids of one text, as far as `cut` leaves them.
@@ -175,14 +177,14 @@ def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
 
 def conversation_of(
     tokenizer: Tokenizer, rules: TemplateRules, body: ChatRequest, given: Sequence[Message], *, sees: bool
-) -> tuple[Conversation, list[ImageSource]]:
+) -> tuple[TemplateFields, list[ImageSource]]:
     """Return what the checkpoint's template renders for a chat request with these messages, and its images.
 
     `sees`: whether the model takes images. Raises InvalidRequest.
     """
     messages, sources = template_messages(given, sees=sees, rules=rules)
     tools = None if body.tool_choice == "none" else list(map(_with_parameters, body.tools or ())) or None
-    conversation = Conversation(
+    conversation = TemplateFields(
         messages,
         tools,
         template_arguments(tokenizer, body),

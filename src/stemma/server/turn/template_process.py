@@ -24,7 +24,7 @@ _START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class TemplateFields:
     """The fields that a template renders."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -46,7 +46,7 @@ class TemplateProcess:
         self._is_warm = False
         self._turn = asyncio.Lock()
 
-    async def render(self, template: str, conversation: Conversation) -> str:
+    async def render(self, template: str, conversation: TemplateFields) -> str:
         """Return the prompt. Raises InvalidRequest if the template fails, TookTooLong if it is too slow."""
         job = {
             "template": template,

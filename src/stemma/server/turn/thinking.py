@@ -20,7 +20,7 @@ _BUDGETS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class WantedThinking:
     """What a request wants."""
 
     wanted: bool | None
@@ -30,7 +30,7 @@ class Thinking:
     """Tokens behind which its end is forced; None: no limit."""
 
 
-def thinking_of(body: ChatRequest) -> Thinking:
+def thinking_of(body: ChatRequest) -> WantedThinking:
     """Return what `body` wants. The first field that is given counts."""
     wish = body.thinking if isinstance(body.thinking, ThinkingWish) else None
     reasoning = body.reasoning
@@ -49,7 +49,7 @@ def thinking_of(body: ChatRequest) -> Thinking:
         False if effort == "none" or budget == 0 else None,
     ]
     wanted = next((one for one in said if one is not None), None)
-    return Thinking(
+    return WantedThinking(
         wanted, None if effort == "none" else effort, None if budget is None or budget < 0 else budget
     )
 

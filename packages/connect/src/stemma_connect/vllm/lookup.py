@@ -130,7 +130,7 @@ class LookupServer:
                 while (message := _receive(self.request)) is not None:
                     _send(self.request, _answer(message, hello, lookup))
 
-        class Server(socketserver.ThreadingUnixStreamServer):
+        class LookupSocketServer(socketserver.ThreadingUnixStreamServer):
             daemon_threads = True
             block_on_close = False
 
@@ -141,7 +141,7 @@ class LookupServer:
                     supervisor.on_thread_failure("stemma-lookup", error)
 
         self._path = path
-        self._server = Server(str(path), Handler)
+        self._server = LookupSocketServer(str(path), Handler)
         self._thread = start_thread("stemma-lookup", self._server.serve_forever, supervisor)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from stemma.cli.progress import StepCounter, open_progress
 from stemma.errors import ConfigError
 from stemma_lab.columns import ColumnAdvice, advise_columns, read_table
 from stemma_lab.commands.replay import load_trace
-from stemma_lab.order import ORDERS, Server, replay_order
+from stemma_lab.order import ORDERS, QueueServer, replay_order
 from stemma_lab.savings import PrefillModel
 
 
@@ -55,7 +55,7 @@ def command(
     if trace_path is None:
         raise ConfigError("name a trace, or a table with --columns")
     trace = load_trace(console, trace_path, None, False, None, limit)
-    server = Server(capacity, policy, PrefillModel(prefill_tokens_per_s, attention_equal_at), ageing_s)
+    server = QueueServer(capacity, policy, PrefillModel(prefill_tokens_per_s, attention_equal_at), ageing_s)
     results = []
     for order in (name.strip() for name in orders.split(",")):
         with open_progress(order) as progress:

@@ -22,7 +22,7 @@ from stemma_lab.policies.from_file import names_file, policy_from
 from stemma_lab.replay import BOUNDS, ReplayResult, known_policies, replay
 from stemma_lab.replicas import Cluster
 from stemma_lab.report import (
-    Row,
+    ReportRow,
     hit_ratio_table,
     make_rows,
     make_tier_row,
@@ -248,7 +248,7 @@ def _replay_tiers(
     tiers: tuple[str, str, str],
     model: PrefillModel,
     prices: Prices,
-) -> list[Row]:
+) -> list[ReportRow]:
     """Replay every policy and device size above the tiers (sizes, sharing, admission)."""
     below, sharing, admission = tiers
     if sharing not in SHARINGS or admission not in ADMISSIONS:
@@ -274,7 +274,7 @@ def _write_files(
     console: Console,
     trace: Trace,
     results: list[ReplayResult],
-    rows: list[Row],
+    rows: list[ReportRow],
     json_path: Path | None,
     html_path: Path | None,
 ) -> None:

@@ -16,7 +16,7 @@ Piece = tuple[int, int, int]
 
 
 @dataclass(slots=True)
-class Change:
+class CacheChange:
     """Blocks that a use stored and evicted."""
 
     stored: list[Piece] = field(default_factory=list)
@@ -47,9 +47,9 @@ class RunCache:
                 break
         return num_cached
 
-    def use(self, chain: Sequence[int], sizes: Sequence[int]) -> Change:
+    def use(self, chain: Sequence[int], sizes: Sequence[int]) -> CacheChange:
         """Use what is held of a chain and enter the rest; then evict until the cache fits."""
-        change, held = Change(), self._held
+        change, held = CacheChange(), self._held
         for run, size in zip(reversed(chain), reversed(sizes), strict=True):  # a leaf is older than its stem
             before = held.get(run, 0)
             if before < size:

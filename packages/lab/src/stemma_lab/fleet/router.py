@@ -13,14 +13,14 @@ from functools import cached_property
 
 from stemma.kv_events.schema import AllBlocksCleared, BlocksHeld
 from stemma.told import NOTHING, Told
-from stemma_lab.fleet.caches import Change
+from stemma_lab.fleet.caches import CacheChange
 from stemma_lab.fleet.servers import SimulatedServer
 from stemma_lab.fleet.traffic import names_of
 from stemma_router.cluster.fleet import Fleet, FleetMember, Outcome, Try
 from stemma_router.cluster.health import Check
 from stemma_router.cluster.holdings import Holdings
-from stemma_router.cluster.routers import ROUTERS, Ask
-from stemma_router.events.follower import Follower
+from stemma_router.cluster.routers import ROUTERS, RoutedRequest
+from stemma_router.events.follower import EventFollower
 
 _PART = 65_536
 """Blocks of a message of a snapshot."""
@@ -50,13 +50,19 @@ class AccountedFleet(Fleet):
         """All servers that got a request, those included that left."""
         return {}
 
-    def order(self, ask: Ask, without: Iterable[str] = ()) -> list[FleetMember]:
+    def order(self, ask: RoutedRequest, without: Iterable[str] = ()) -> list[FleetMember]:
         """As `Fleet.order`."""
         with _counted(self.cpu, "decisions_s"):
             return super().order(ask, without)
 
     def begin(
-        self, member: FleetMember, ask: Ask, *, is_retry: bool, is_streamed: bool, is_optional: bool = False
+        self,
+        member: FleetMember,
+        ask: RoutedRequest,
+        *,
+        is_retry: bool,
+        is_streamed: bool,
+        is_optional: bool = False,
     ) -> Try:
         """As `Fleet.begin`."""
         self.cpu.num_decisions += 1
@@ -87,7 +93,7 @@ class SimulatedRouter:
     """A router from its start on: it knows nothing of a server before that one's snapshot."""
 
     fleet: AccountedFleet
-    _followers: dict[str, Follower] = field(default_factory=dict)
+    _followers: dict[str, EventFollower] = field(default_factory=dict)
     """By URL: servers whose snapshot is here."""
 
     @classmethod
@@ -105,7 +111,7 @@ class SimulatedRouter:
         member = self.fleet.member(server.url)
         if member is None:
             return 0
-        follower = Follower(member.place, self.fleet.placements.holdings)
+        follower = EventFollower(member.place, self.fleet.placements.holdings)
         words = names_of(server.cache.pieces).astype("<u8")
         events: list[AllBlocksCleared | BlocksHeld] = [AllBlocksCleared()]
         for start in range(0, len(words), _PART):
@@ -117,7 +123,7 @@ class SimulatedRouter:
         self._followers[server.url] = follower
         return len(words)
 
-    def take_event(self, server: SimulatedServer, change: Change) -> None:
+    def take_event(self, server: SimulatedServer, change: CacheChange) -> None:
         """Take what changed in a server's cache; before its snapshot it says nothing."""
         member = self.fleet.member(server.url)
         if member is None or server.url not in self._followers:

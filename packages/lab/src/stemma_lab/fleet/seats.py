@@ -7,7 +7,7 @@ import asyncio
 from stemma.smoothed import Smoothed
 
 
-class Seats:
+class SimulatedSeats:
     """All seats of a server, and how long answers had them."""
 
     def __init__(self, num_seats: int) -> None:
@@ -22,7 +22,7 @@ class Seats:
 class Seat:
     """A request's seat, from when it has one until its answer ends."""
 
-    def __init__(self, seats: Seats) -> None:
+    def __init__(self, seats: SimulatedSeats) -> None:
         self._seats = seats
         self._since: float | None = None
 

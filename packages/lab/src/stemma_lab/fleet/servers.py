@@ -17,9 +17,9 @@ import httpx
 import orjson
 
 from stemma.told import Told, ToldLoad
-from stemma_lab.fleet.caches import Change, RunCache
+from stemma_lab.fleet.caches import CacheChange, RunCache
 from stemma_lab.fleet.decoding import DecodeModel, Decoding
-from stemma_lab.fleet.seats import Seat, Seats
+from stemma_lab.fleet.seats import Seat, SimulatedSeats
 from stemma_lab.fleet.traffic import Traffic
 from stemma_lab.savings import PrefillModel
 
@@ -55,7 +55,7 @@ class ServerModel:
     num_seats: int
 
 
-Tell = Callable[["SimulatedServer", Change], None]
+Tell = Callable[["SimulatedServer", CacheChange], None]
 
 
 class SimulatedServer:
@@ -82,7 +82,7 @@ class SimulatedServer:
 
     def _begin_empty(self) -> None:
         self._prefill = asyncio.Lock()
-        self._seats = Seats(self._model.num_seats)
+        self._seats = SimulatedSeats(self._model.num_seats)
         self._decoding = Decoding(self._model.decode)
 
     def become(self, mode: Mode) -> None:

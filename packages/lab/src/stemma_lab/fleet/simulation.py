@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from stemma.errors import ConfigError
 from stemma.http import async_http_client
-from stemma_lab.fleet.caches import Change, RunCache
+from stemma_lab.fleet.caches import CacheChange, RunCache
 from stemma_lab.fleet.decoding import DecodeModel
 from stemma_lab.fleet.router import Cpu, SimulatedRouter
 from stemma_lab.fleet.servers import TOLD_TOKENS, Mode, Network, ServerModel, SimulatedServer
@@ -31,7 +31,7 @@ from stemma_lab.fleet.virtual_time import run_in_virtual_time
 from stemma_lab.fleet.warm import warm
 from stemma_lab.savings import PrefillModel
 from stemma_router.cluster.holdings import MAX_BLOCKS
-from stemma_router.cluster.routers import ROUTERS, Ask
+from stemma_router.cluster.routers import ROUTERS, RoutedRequest
 from stemma_router.routing.checks import keep_checking
 from stemma_router.routing.relay import Relay, Relayed, RouteOptions
 from stemma_router.routing.sending import Outgoing, send
@@ -225,7 +225,7 @@ class _Simulation:
                 self._router.take_snapshot(server, self._traffic.block_size)
         self._run.snapshots_ready_s = loop.time() - begun
 
-    def _tell(self, server: SimulatedServer, change: Change) -> None:
+    def _tell(self, server: SimulatedServer, change: CacheChange) -> None:
         """Let the router know of a change soon."""
         loop = asyncio.get_running_loop()
         loop.call_later(self._settings.event_lag_s, lambda: self._router.take_event(server, change))
@@ -280,7 +280,7 @@ class _Simulation:
         pieces = [(part, 0, size) for part, size in zip(chain, traffic.sizes(chain), strict=True)]
         head = hash_of(chain[min(1, len(chain) - 1)]) if chain else 0
         length = int(traffic.input_tokens[number])
-        ask = Ask(names_of(pieces).tolist(), length, traffic.block_size, head)
+        ask = RoutedRequest(names_of(pieces).tolist(), length, traffic.block_size, head)
         headers = {"accept": "text/event-stream" if self._settings.is_streamed else "application/json"}
         outgoing = Outgoing(_PATH, str(number).encode(), headers, self._settings.is_streamed)
         response, _ = await send(self._router.fleet, self._relay, ask, outgoing)

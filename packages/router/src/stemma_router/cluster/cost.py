@@ -24,7 +24,7 @@ _FULL_KV = 0.9
 """Share of the KV blocks in use beyond which a queue waits for blocks, whatever seats are free."""
 
 
-class Load(Protocol):
+class ServerLoad(Protocol):
     """The part of `routers.ReplicaLoad` that costs go by."""
 
     num_tokens: int
@@ -37,7 +37,7 @@ class Load(Protocol):
         """Requests that it has, whoever sent them."""
 
 
-def prefill_speeds(loads: Sequence[Load]) -> list[float]:
+def prefill_speeds(loads: Sequence[ServerLoad]) -> list[float]:
     """Return seconds for a prompt token of each replica: as told, as measured, or as the others are.
 
     Replicas within `_ALIKE` of the median count as equals: else noise would choose the homes of new prefixes,
@@ -58,7 +58,7 @@ def seats_of(told: ToldLoad) -> int:
     return min(told.seats, told.running) if is_full else told.seats
 
 
-def waiting_s(load: Load, prefill_s: float) -> float:
+def waiting_s(load: ServerLoad, prefill_s: float) -> float:
     """Return how long a further request waits for prompts before it, and for a seat."""
     prompts_s = load.num_tokens * prefill_s
     if load.told is None:
@@ -68,7 +68,7 @@ def waiting_s(load: Load, prefill_s: float) -> float:
     return prompts_s + num_before * (load.told.seat_s or _UNKNOWN_SEAT_S) / seats
 
 
-def decoding_s(load: Load, max_output: int | None, prefill_s: float) -> float:
+def decoding_s(load: ServerLoad, max_output: int | None, prefill_s: float) -> float:
     """Return how much a further answer is slowed, and slows the others, by sharing their steps."""
     told = load.told
     if told is None:

@@ -28,7 +28,7 @@ from stemma_router.cluster.holdings import Holdings
 from stemma_router.cluster.pace import Measure, Pace, prefill_units, whole_units
 from stemma_router.cluster.prefill_speed import PrefillSpeed
 from stemma_router.cluster.retry_budget import RetryBudget
-from stemma_router.cluster.routers import Ask, Placement, Placements, ReplicaLoad, Router
+from stemma_router.cluster.routers import Placement, Placements, ReplicaLoad, ReplicaRouter, RoutedRequest
 from stemma_router.cluster.waits import Waits
 
 _CROWD = 4
@@ -97,7 +97,7 @@ class Fleet:
 
     def __init__(
         self,
-        router: Router,
+        router: ReplicaRouter,
         urls: Iterable[str] = (),
         *,
         holdings: Holdings | None = None,
@@ -181,7 +181,7 @@ class Fleet:
             for one in tuple(member.under_way):
                 one.on_lost()
 
-    def order(self, ask: Ask, without: Iterable[str] = ()) -> list[FleetMember]:
+    def order(self, ask: RoutedRequest, without: Iterable[str] = ()) -> list[FleetMember]:
         """Return the servers for a request, best first.
 
         Those that can't be asked now come last, in case that nobody else is left; those that drain, at the
@@ -199,7 +199,13 @@ class Fleet:
     # -- what tries tell ------------------------------------------------------------------------------------
 
     def begin(
-        self, member: FleetMember, ask: Ask, *, is_retry: bool, is_streamed: bool, is_optional: bool = False
+        self,
+        member: FleetMember,
+        ask: RoutedRequest,
+        *,
+        is_retry: bool,
+        is_streamed: bool,
+        is_optional: bool = False,
     ) -> Try:
         """Note that a request goes to a server."""
         if is_retry:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from stemma_router.cluster.routers import Ask, Placement, Placements
-from stemma_router.events.follower import Follower
+from stemma_router.cluster.routers import Placement, Placements, RoutedRequest
+from stemma_router.events.follower import EventFollower
 
 
 class CallRouter(Protocol):
@@ -21,7 +21,7 @@ class CallRouter(Protocol):
 
     placements: Placements
 
-    def begin(self, ask: Ask, replica: Hashable) -> Placement | None:
+    def begin(self, ask: RoutedRequest, replica: Hashable) -> Placement | None:
         """Note that a request goes to a replica; None if that has ended."""
 
     def post(self, work: Callable[[], None]) -> None:
@@ -74,7 +74,7 @@ class RoutedCall:
     """A request on its way: in the sender's process this, in the replica's a `ReplicaCall`."""
 
     call: ReplicaCall = ReplicaCall("GET", "/", (), b"")
-    ask: Ask | None = None
+    ask: RoutedRequest | None = None
     """The prompt; None: the request has none."""
     avoid: Hashable | None = None
     """The replica that failed on it before."""
@@ -141,7 +141,7 @@ class Home:
     """A number, and what is known of the replicas that have had it."""
 
     number: int
-    follower: Follower
+    follower: EventFollower
     place: ReplicaPlace
     replica: Hashable | None = None
     following: asyncio.Task[None] | None = None
@@ -165,7 +165,7 @@ class Homes:
         home = same or next(iter(free), None)
         if home is None:
             number = self.placements.add_replica()
-            home = Home(number, Follower(number, self.placements.holdings), place)
+            home = Home(number, EventFollower(number, self.placements.holdings), place)
             self.all.append(home)
         elif same is None:
             home.follower.clear()

@@ -75,7 +75,7 @@ class ReplicaLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RoutedRequest:
     """A request to be placed."""
 
     chain: Sequence[int]
@@ -96,10 +96,10 @@ class Ask:
         return self.head or (self.chain[0] if self.chain else 0)
 
 
-class Router(Protocol):
+class ReplicaRouter(Protocol):
     """Orders replicas for a request, best first."""
 
-    def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
+    def order(self, ask: RoutedRequest, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
         """Return the numbers of all replicas; `depths` are the blocks that each holds of the prompt."""
 
 
@@ -109,7 +109,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = 0
 
-    def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
+    def order(self, ask: RoutedRequest, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
         """Return all replicas, from the next one on."""
         first = self._next % len(loads)
         self._next += 1
@@ -119,7 +119,7 @@ class RoundRobin:
 class LeastLoaded:
     """The least tokens to compute, then the fewest requests."""
 
-    def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
+    def order(self, ask: RoutedRequest, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
         """Return the replicas by tokens to compute, then by requests."""
         ranks = _ranks(ask, loads)
         return sorted(range(len(loads)), key=lambda r: (loads[r].num_tokens, loads[r].num_requests, ranks[r]))
@@ -128,7 +128,7 @@ class LeastLoaded:
 class Rendezvous:
     """Highest hash of (beginning of the prompt, replica); overloaded replicas last."""
 
-    def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
+    def order(self, ask: RoutedRequest, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
         """Return the replicas by hash, overloaded ones last."""
         ranks = _ranks(ask, loads)
         most = 2 * min(load.num_requests for load in loads) + OVERLOADED_BY
@@ -141,7 +141,7 @@ class Rendezvous:
 class CacheAware:
     """The least seconds: computing, waiting and decoding."""
 
-    def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
+    def order(self, ask: RoutedRequest, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
         """Return the replicas by cost (see the module)."""
         ranks = _ranks(ask, loads)
         speeds = prefill_speeds(loads)
@@ -176,7 +176,7 @@ class PrefixAffinity:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
-    def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
+    def order(self, ask: RoutedRequest, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
         """Return the replica that was sent the prompt's beginning first, else one of two at random."""
         numbers = [_number(load, place) for place, load in enumerate(loads)]
         queues = [load.num_requests for load in loads]
@@ -187,7 +187,7 @@ class PrefixAffinity:
         self._note(numbers[chosen], ask)
         return [chosen, *(r for r in sorted(range(len(loads)), key=lambda r: queues[r]) if r != chosen)]
 
-    def _match(self, ask: Ask, numbers: Sequence[int]) -> int | None:
+    def _match(self, ask: RoutedRequest, numbers: Sequence[int]) -> int | None:
         best, most = None, 0
         for place, number in enumerate(numbers):
             history = self._history.setdefault(number, OrderedDict())
@@ -196,7 +196,7 @@ class PrefixAffinity:
                 best, most = place, depth
         return best if most * ask.block_size >= _AFFINITY_MATCH * ask.num_tokens else None
 
-    def _note(self, replica: int, ask: Ask) -> None:
+    def _note(self, replica: int, ask: RoutedRequest) -> None:
         history = self._history.setdefault(replica, OrderedDict())
         for one in ask.chain:
             history[one] = None
@@ -205,7 +205,7 @@ class PrefixAffinity:
             history.popitem(last=False)
 
 
-ROUTERS: dict[str, Callable[[], Router]] = {
+ROUTERS: dict[str, Callable[[], ReplicaRouter]] = {
     "cache-aware": CacheAware,
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
@@ -234,7 +234,12 @@ class Placements:
     """
 
     def __init__(
-        self, router: Router, num_replicas: int, holdings: Holdings | None = None, *, has_events: bool = True
+        self,
+        router: ReplicaRouter,
+        num_replicas: int,
+        holdings: Holdings | None = None,
+        *,
+        has_events: bool = True,
     ) -> None:
         """`has_events`: replicas tell what they hold. Else only equal costs send prompts that begin alike to
         one replica, so what was computed lately makes no difference."""
@@ -255,7 +260,7 @@ class Placements:
         self._expected.append({})
         return len(self.loads) - 1
 
-    def order(self, ask: Ask, among: Sequence[int] | None = None) -> list[int]:
+    def order(self, ask: RoutedRequest, among: Sequence[int] | None = None) -> list[int]:
         """Return all replicas for a request, or those of `among`, best first."""
         depths = self.depths(ask)
         if among is None:
@@ -263,7 +268,7 @@ class Placements:
         order = self._router.order(ask, [self.loads[r] for r in among], [depths[r] for r in among])
         return [among[place] for place in order]
 
-    def depths(self, ask: Ask) -> list[int]:
+    def depths(self, ask: RoutedRequest) -> list[int]:
         """Return how many leading blocks of the prompt each replica holds or is computing.
 
         A replica whose blocks have another size counts by tokens, in whole blocks of the prompt's size.
@@ -287,7 +292,7 @@ class Placements:
                 depths[replica] = depth
         return depths
 
-    def begin(self, ask: Ask, replica: int) -> Placement:
+    def begin(self, ask: RoutedRequest, replica: int) -> Placement:
         """Note that a request was sent to a replica."""
         held = self.depths(ask)[replica] * ask.block_size
         chain = ask.chains.get(self.block_sizes.get(replica, ask.block_size), ask.chain)
@@ -334,7 +339,7 @@ class Placements:
                 del expected[one]
 
 
-def _ranks(ask: Ask, loads: Sequence[ReplicaLoad]) -> list[int]:
+def _ranks(ask: RoutedRequest, loads: Sequence[ReplicaLoad]) -> list[int]:
     """Return the rank of each replica by rendezvous hashing, 0 first."""
     head = (ask.home & (1 << 64) - 1).to_bytes(8, "little")
     numbers = [_number(load, place) for place, load in enumerate(loads)]

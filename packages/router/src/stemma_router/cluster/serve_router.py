@@ -14,8 +14,8 @@ from typing import Any
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from stemma_router.cluster.replica_calls import Home, Homes, ReplicaPlace, RoutedCall
-from stemma_router.cluster.routers import ROUTERS, Ask, Placement, Placements
-from stemma_router.events.follower import Follower
+from stemma_router.cluster.routers import ROUTERS, Placement, Placements, RoutedRequest
+from stemma_router.events.follower import EventFollower
 from stemma_router.events.subscriber import Subscription
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class KVEventRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         by_number = {home.number: replica for home, replica in homes if home is not None}
         if not by_number:
             return [candidate_replicas]
-        order = self.placements.order(call.ask or Ask((), 1, 1), tuple(by_number))
+        order = self.placements.order(call.ask or RoutedRequest((), 1, 1), tuple(by_number))
         best_first = [by_number[number] for number in order]
         best_first.sort(key=lambda replica: replica.replica_id == call.avoid)  # keeps the order of the others
         call.place(self, best_first[0].replica_id)
@@ -81,7 +81,7 @@ class KVEventRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         if isinstance(call, RoutedCall) and call.replica != replica_id:
             call.place(self, replica_id)
 
-    def begin(self, ask: Ask, replica: ReplicaID) -> Placement | None:
+    def begin(self, ask: RoutedRequest, replica: ReplicaID) -> Placement | None:
         """Note that a request goes to a replica; None if that has ended."""
         home = self._homes.of(replica)
         return None if home is None else self.placements.begin(ask, home.number)
@@ -123,7 +123,7 @@ class KVEventRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
             home.follower.restart()
 
     @staticmethod
-    async def _follow(subscription: Subscription, follower: Follower) -> None:
+    async def _follow(subscription: Subscription, follower: EventFollower) -> None:
         try:
             await subscription.run()
         except Exception:  # noqa: BLE001 - logged with its traceback

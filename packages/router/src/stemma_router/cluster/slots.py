@@ -18,7 +18,7 @@ from stemma.errors import StorageError, StorageLocked
 _POLL_S = 0.1
 
 
-class Slot:
+class DirectorySlot:
     """One directory, held until `close`."""
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -33,7 +33,7 @@ class Slot:
 
 def take_slot(
     folder: Path, num_slots: int, wait_s: float, clock: Callable[[], float] = time.monotonic
-) -> Slot:
+) -> DirectorySlot:
     """Return a free directory of `folder`; make it if need be.
 
     Raises StorageLocked if none became free within `wait_s`, StorageError if the folder can't be used.
@@ -48,7 +48,7 @@ def take_slot(
                     path = lock.with_suffix("")
                     path.mkdir(exist_ok=True)
                     _stamp(fd)
-                    return Slot(path, fd)
+                    return DirectorySlot(path, fd)
             if clock() >= deadline:
                 break
             time.sleep(_POLL_S)

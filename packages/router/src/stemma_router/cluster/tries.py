@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from stemma_router.cluster.fleet import Fleet, FleetMember, Outcome, Try
-from stemma_router.cluster.routers import Ask
+from stemma_router.cluster.routers import RoutedRequest
 
 _MAX_REFUSALS = 3
 """Servers that a request is sent to which are too busy for whoever sent it: they may all be."""
@@ -20,7 +20,9 @@ _BEGUN = (Outcome.FAILED, Outcome.LATE, Outcome.LOST)
 class Tries:
     """The servers that one request is sent to, one after the other, as long as `next` returns one."""
 
-    def __init__(self, fleet: Fleet, ask: Ask, *, is_streamed: bool, is_optional: bool = False) -> None:
+    def __init__(
+        self, fleet: Fleet, ask: RoutedRequest, *, is_streamed: bool, is_optional: bool = False
+    ) -> None:
         """`is_streamed`: the request's first byte comes once its prompt is computed.
 
         `is_optional`: others do without its answer. It goes to no server that can't be asked now, and is

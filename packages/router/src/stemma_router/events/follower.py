@@ -57,7 +57,7 @@ class HoldingsOf(Protocol):
         """Note that nothing is known of a replica, except of its tier `keep`."""
 
 
-class Follower:
+class EventFollower:
     """Translates the events of one replica. Not thread-safe."""
 
     def __init__(self, replica: int, holdings: HoldingsOf) -> None:

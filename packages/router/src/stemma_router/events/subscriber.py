@@ -1,4 +1,4 @@
-"""Receives the KV events of one server, Stemma's or vLLM's, for a `Follower`.
+"""Receives the KV events of one server, Stemma's or vLLM's, for a `EventFollower`.
 
 When the connection is made, a server of Stemma's is asked for a snapshot: all blocks that it holds. Missed
 messages are asked for at the replay socket, then a snapshot. If there is none (vLLM's), all that is known of
@@ -21,7 +21,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from stemma.kv_events.schema import SNAPSHOT, MalformedEvents, decode
-from stemma_router.events.follower import Follower
+from stemma_router.events.follower import EventFollower
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +48,11 @@ async def _at_once(work: Callable[[], None]) -> None:
 
 
 class Subscription:
-    """Receives the messages of one server for a `Follower`. For one event loop."""
+    """Receives the messages of one server for a `EventFollower`. For one event loop."""
 
     def __init__(
         self,
-        follower: Follower,
+        follower: EventFollower,
         endpoint: str,
         replay_endpoint: str | None = None,
         topic: str = "",

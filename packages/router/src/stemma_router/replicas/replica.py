@@ -18,7 +18,7 @@ from stemma.errors import EngineFailed
 from stemma.server.app import create_app
 from stemma.server.door.access import is_loopback
 from stemma_router.cluster.replica_calls import ReplicaCall, ReplicaPlace
-from stemma_router.cluster.slots import Slot, take_slot
+from stemma_router.cluster.slots import DirectorySlot, take_slot
 from stemma_router.cluster_file import ClusterFile
 
 _LEAVE_TIMEOUT_S = 5.0
@@ -32,7 +32,7 @@ class Replica:
 
     def __init__(self, cluster: ClusterFile) -> None:
         assert cluster.replicas is not None
-        self._slot: Slot | None = None
+        self._slot: DirectorySlot | None = None
         settings = cluster.settings
         folder = settings.engine.tiers.disk_cache
         if folder is not None:
@@ -110,7 +110,7 @@ class Replica:
             self._slot = None
 
 
-def _own_settings(settings: Settings, slot: Slot | None) -> Settings:
+def _own_settings(settings: Settings, slot: DirectorySlot | None) -> Settings:
     """Return the settings with what belongs to this replica alone: its events and its disk directory."""
     address = ray.util.get_node_ip_address()
     events = f"tcp://{'127.0.0.1' if is_loopback(address) else address}:*"

@@ -18,7 +18,7 @@ from stemma.server.door.ledger import shared
 from stemma.supervision import LoggingSupervisor
 from stemma.types import TokenArray
 from stemma.workers import WorkerThreads
-from stemma_router.cluster.routers import Ask
+from stemma_router.cluster.routers import RoutedRequest
 from stemma_router.routing.prompts import (
     has_images,
     head_of,
@@ -48,25 +48,27 @@ def ask_of(
     block_size: int,
     root: int = 0,
     other_sizes: Iterable[int] = (),
-) -> Ask:
+) -> RoutedRequest:
     """Return the request as a router sees it; without `tokens`, the beginning of the text decides.
 
     `root`: of the adapter's blocks; 0: of the base model's. `other_sizes`: of blocks that some servers have.
     """
     head, max_output = number_of(head_of(body)), max_output_of(body)
     if tokens is None:
-        return Ask((), max(1, num_characters(body) // CHARS_PER_TOKEN), block_size, head, max_output)
+        return RoutedRequest(
+            (), max(1, num_characters(body) // CHARS_PER_TOKEN), block_size, head, max_output
+        )
     chain = chain_of(tokens, block_size, root)
     if chain and messages_of(body) is None:
         head = 0  # the first block, so that a longer prompt has the same home
     chains = {size: chain_of(tokens, size, root) for size in other_sizes}
-    return Ask(chain, len(tokens), block_size, head, max_output, chains)
+    return RoutedRequest(chain, len(tokens), block_size, head, max_output, chains)
 
 
-def pooled_ask_of(body: Mapping[str, Any], block_size: int) -> Ask:
+def pooled_ask_of(body: Mapping[str, Any], block_size: int) -> RoutedRequest:
     """Return a request to one of `POOLED` as a router sees it: it goes where others with its query went."""
     num_tokens = max(1, len(orjson.dumps(body)) // CHARS_PER_TOKEN)
-    return Ask((), num_tokens, block_size, number_of(pooled_head_of(body)), max_output=0)
+    return RoutedRequest((), num_tokens, block_size, number_of(pooled_head_of(body)), max_output=0)
 
 
 def number_of(head: bytes) -> int:

@@ -15,7 +15,7 @@ from stemma_router.cluster.holdings_writer import HoldingsWriter
 from stemma_router.routing.server_list import FleetServer
 
 if TYPE_CHECKING:  # ZMQ is an extra
-    from stemma_router.events.follower import Follower
+    from stemma_router.events.follower import EventFollower
     from stemma_router.events.subscriber import Subscription
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Following:
         self._fleet = fleet
         self._writer = HoldingsWriter()
         self._tasks: dict[FleetServer, asyncio.Task[None]] = {}
-        self._followed: dict[FleetServer, tuple[Follower, Subscription]] = {}
+        self._followed: dict[FleetServer, tuple[EventFollower, Subscription]] = {}
         self._left: Counter[str] = Counter()
         """Counters of servers that are gone."""
 
@@ -113,13 +113,13 @@ class Following:
         self._writer.close()
 
     async def _follow_one(self, server: FleetServer) -> None:
-        from stemma_router.events.follower import Follower
+        from stemma_router.events.follower import EventFollower
         from stemma_router.events.subscriber import Subscription
 
         member = self._fleet.member(server.url)
         assert member is not None, "a server of the fleet"
         assert server.events is not None, "one with events"
-        follower = Follower(member.place, self._fleet.placements.holdings)
+        follower = EventFollower(member.place, self._fleet.placements.holdings)
         subscription = Subscription(follower, server.events, server.replay, apply=self._writer.apply)
         self._followed[server] = follower, subscription
         try:
@@ -129,7 +129,7 @@ class Following:
             _log.exception("%s: its KV events aren't followed any more", server.url)
 
 
-def _counters(follower: Follower, subscription: Subscription) -> Counter[str]:
+def _counters(follower: EventFollower, subscription: Subscription) -> Counter[str]:
     return Counter(
         events=follower.num_events,
         unplaced=follower.num_unplaced,

@@ -31,7 +31,7 @@ from stemma.errors import ConfigError
 from stemma.two_ways import Way
 from stemma_router.cluster.detour import Detour
 from stemma_router.cluster.fleet import Fleet, Outcome
-from stemma_router.cluster.routers import Ask, Rendezvous
+from stemma_router.cluster.routers import Rendezvous, RoutedRequest
 from stemma_router.cluster.tries import Tries
 from stemma_router.routing.app import create_proxy_app
 from stemma_router.routing.asking import ask_of, number_of, pooled_ask_of
@@ -64,7 +64,7 @@ _GROUP_HEAD = 256
 plain text finds the pool of its first. Within a group the pool has what another server computed."""
 
 
-class Router:
+class FleetsRouter:
     """Two fleets with one pool: the beginning of the prompt and the load choose a server of each."""
 
     def __init__(self, prefills: Sequence[str], decodes: Sequence[str], relay: Relay) -> None:
@@ -108,14 +108,16 @@ class Router:
         self.num_fallbacks += 1
         return await send(self.prefills, self._relay, ask, outgoing)
 
-    def _prefill_s(self, ask: Ask) -> float | None:
+    def _prefill_s(self, ask: RoutedRequest) -> float | None:
         """Return how long a prefill server will take, behind what it has; None: it isn't measured."""
         first = next(iter(self.prefills.order(ask)), None)
         if first is None or not first.speed.num_samples:
             return None
         return first.speed.expected_s(self.prefills.load(first).num_tokens + ask.num_tokens)
 
-    async def _prefill(self, path: str, body: dict[str, Any], headers: dict[str, str], ask: Ask) -> bool:
+    async def _prefill(
+        self, path: str, body: dict[str, Any], headers: dict[str, str], ask: RoutedRequest
+    ) -> bool:
         """Have the prompt computed and put into the pool; a failure only costs time. Return whether it is.
 
         What is wrong with the request the decode server reports.
@@ -140,7 +142,7 @@ class Groups:
 
     def __init__(self, groups: Sequence[ServerGroup], relay: Relay) -> None:
         """Raises ConfigError if there is no group, or one lacks either kind of server."""
-        routers = [Router(prefills, decodes, relay) for prefills, decodes in groups]
+        routers = [FleetsRouter(prefills, decodes, relay) for prefills, decodes in groups]
         if not routers:
             raise ConfigError("name at least one prefill server and one decode server")
         self.relay = relay
@@ -153,7 +155,7 @@ class Groups:
         self.num_requests += 1
         body = await read_body(request, content)
         head = (pooled_head_of if request.scope["path"] in POOLED else head_of)(body)[:_GROUP_HEAD]
-        tries = Tries(self._groups, Ask((), 1, 1, number_of(head)), is_streamed=False)
+        tries = Tries(self._groups, RoutedRequest((), 1, 1, number_of(head)), is_streamed=False)
         answer = nobody_answers()
         while (one := tries.next()) is not None:
             try:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from stemma.server.errors import json_response
 from stemma_router.cluster.fleet import Fleet, Outcome, Try
-from stemma_router.cluster.routers import Ask
+from stemma_router.cluster.routers import RoutedRequest
 from stemma_router.cluster.tries import Tries
 from stemma_router.routing.prompts import num_output_of
 from stemma_router.routing.relay import BINARY_HEADER, NOT_FOUND, Relay, Relayed, nobody_answers
@@ -60,7 +60,7 @@ class Outgoing:
     """Others do without its answer, which comes whole once its prompt is computed."""
 
 
-async def send(fleet: Fleet, relay: Relay, ask: Ask, outgoing: Outgoing) -> tuple[Response, bool]:
+async def send(fleet: Fleet, relay: Relay, ask: RoutedRequest, outgoing: Outgoing) -> tuple[Response, bool]:
     """Return the first answer that is the client's; else the last one, or 503 if there is none.
 
     And whether servers beyond this fleet may get the request: it was begun once at most, nowhere answered.

@@ -26,7 +26,7 @@ from stemma.kv_events.names import adapter_root
 from stemma.types import TokenArray
 from stemma_router.cluster.agreement import disagreements
 from stemma_router.cluster.fleet import Fleet
-from stemma_router.cluster.routers import ROUTERS, Ask
+from stemma_router.cluster.routers import ROUTERS, RoutedRequest
 from stemma_router.routing.asking import TOKENIZE_TIMEOUT_S, PromptEncoder, as_tokens, ask_of, pooled_ask_of
 from stemma_router.routing.checks import keep_checking
 from stemma_router.routing.following import Following
@@ -102,7 +102,7 @@ class ServedFleet:
             if self._encoder is not None:
                 self._encoder.close()
 
-    async def ask(self, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Ask:
+    async def ask(self, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> RoutedRequest:
         """Return a request as the fleet sees it."""
         if path in POOLED:
             return pooled_ask_of(body, self.block_size)

@@ -24,7 +24,7 @@ PROBE_KEY = "probe"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[T]):
+class GuardedResult(Generic[T]):
     """Result of a guarded call."""
 
     value: T | None
@@ -67,7 +67,7 @@ class Guard:
         """Start a call that returns one result per name."""
         return self._calls.start(_one_per_name, function, names, *arguments)
 
-    def finish(self, call: Future[T], num_blocks: int, *, settle: bool = False) -> Answer[T]:
+    def finish(self, call: Future[T], num_blocks: int, *, settle: bool = False) -> GuardedResult[T]:
         """Wait for a call on `num_blocks` blocks; report its result to the breaker and count failures.
 
         With `settle`, don't return before the backend has finished with the call's buffers, however late.
@@ -81,7 +81,7 @@ class Guard:
             self._note(f"no answer within {self.deadline_s:g} s")
             if not call.cancel() and settle:
                 wait([call])
-            return Answer(None, late=True)
+            return GuardedResult(None, late=True)
         except CancelledError as closed:
             raise StorageError("the pool is closed") from closed
         if error is not None:
@@ -89,9 +89,9 @@ class Guard:
             self._note(str(error) or type(error).__name__)
             reason = "unreachable" if isinstance(error, StorageError) else "backend_error"
             self.count_reason(reason, num_blocks)
-            return Answer(None)
+            return GuardedResult(None)
         self.breaker.succeeded()
-        return Answer(call.result())
+        return GuardedResult(call.result())
 
     def remove(self, names: Sequence[str]) -> int:
         """Drop names; return how many were there, as far as is known."""

@@ -70,7 +70,7 @@ class DirectoryConfig(PoolConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CollectionResult:
     """Result of one collection."""
 
     num_values: int
@@ -163,7 +163,7 @@ class DirectoryPool(PoolBackend):
         except Exception:
             logger.exception("pool directory %s can't be cleaned", self._root)
 
-    def collect(self, *, make_room: bool = False) -> Collected | None:
+    def collect(self, *, make_room: bool = False) -> CollectionResult | None:
         """Enforce the size limit and the TTL now; return None if another process is doing so.
 
         With `make_room`, a tenth of the values is removed even if there is no limit. Walks the whole tree:
@@ -188,7 +188,7 @@ class DirectoryPool(PoolBackend):
                 if _unlink(path):
                     num_removed += 1
                 total -= size
-            return Collected(len(values) - num_removed, total, num_removed)
+            return CollectionResult(len(values) - num_removed, total, num_removed)
 
     def _walk(self, now: float) -> Iterator[tuple[float, int, str]]:
         """Yield (last use, bytes, path) of each value; remove temporary files that a dead writer left.

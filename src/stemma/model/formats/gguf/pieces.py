@@ -21,7 +21,7 @@ _GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """One tensor, or one expert of those that it stacks."""
 
     header: GGUFHeader
@@ -98,7 +98,7 @@ class Piece:
 class Whole:
     """A weight of transformers."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     rows: Sequence[int] | None = None
     """Where each row is, of all pieces' rows below each other; None: in order."""
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None

@@ -19,7 +19,7 @@ from stemma.model.families.gguf import ROTARY_FACTORS, GGUFForm
 from stemma.model.families.gguf_changes import Change
 from stemma.model.files.gguf_header import GGUFHeader, GGUFTensor
 from stemma.model.formats.gguf.config import form_of
-from stemma.model.formats.gguf.pieces import Piece, Whole
+from stemma.model.formats.gguf.pieces import TensorPiece, Whole
 from stemma.model.formats.gguf.tensors import is_read, raw_data, widen
 from stemma.model.formats.summary import FormatCounts
 from stemma.model.weights.stored import DeferredWeight, StoredWeights
@@ -80,7 +80,7 @@ def _parts_of(form: GGUFForm, name: str) -> Iterator[str]:
 
 def _wholes(header: GGUFHeader, config: Any) -> dict[str, Whole]:
     """Return what each weight is made of, by name."""
-    form, pieces = form_of(header), dict[str, Piece]()
+    form, pieces = form_of(header), dict[str, TensorPiece]()
     for tensor in _used(header):
         if not is_read(tensor.type):
             raise ModelError(f"{header.path}: {tensor.name} is of type {tensor.type.name}, which isn't read")
@@ -88,14 +88,14 @@ def _wholes(header: GGUFHeader, config: Any) -> dict[str, Whole]:
             change = form.change(_within_layer(name), config) or Change()
             if name in pieces:
                 raise ModelError(f"{header.path}: {tensor.name} and {pieces[name].tensor.name} are the same")
-            pieces[name] = Piece(header, tensor, expert, change)
+            pieces[name] = TensorPiece(header, tensor, expert, change)
             pieces[name].check()
     wholes = dict(_joined(header, form, config, pieces))
     return wholes | {name: Whole((piece,)) for name, piece in pieces.items()}
 
 
 def _joined(
-    header: GGUFHeader, form: GGUFForm, config: Any, pieces: dict[str, Piece]
+    header: GGUFHeader, form: GGUFForm, config: Any, pieces: dict[str, TensorPiece]
 ) -> Iterator[tuple[str, Whole]]:
     """Yield the weights that are joined; their pieces are taken out."""
     layers = sorted({name.removesuffix(_within_layer(name)) for name in pieces})

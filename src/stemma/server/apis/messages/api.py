@@ -23,8 +23,7 @@ from stemma.server.observe.collected import Collected
 from stemma.server.observe.explain import explanation_of
 from stemma.server.openapi import takes
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
-from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest
-from stemma.server.schemas.messages import Turn as MessageTurn
+from stemma.server.schemas.messages import CountTokensRequest, InputTurn, MessagesRequest
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.transport.sse import EventStream, event
 from stemma.server.turn.body import read_object, validate
@@ -98,7 +97,7 @@ async def _num_marked(
     """
     if mark.num_turns == len(body.messages):
         return len(prompt.token_ids)
-    head = body.messages[: mark.num_turns] or [MessageTurn(role="user", content="")]
+    head = body.messages[: mark.num_turns] or [InputTurn(role="user", content="")]
     try:
         marked = CountTokensRequest(messages=head, system=body.system, tools=body.tools)
         fields = chat_fields(marked)

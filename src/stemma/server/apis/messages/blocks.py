@@ -10,7 +10,7 @@ import orjson
 from stemma.errors import InvalidRequest
 from stemma.model.vision.sources import image_url_part, text_part
 from stemma.server.apis.messages.tools import chat_tools, tool_choice
-from stemma.server.schemas.messages import BLOCKS, CountTokensRequest, MessagesRequest, Turn
+from stemma.server.schemas.messages import BLOCKS, CountTokensRequest, InputTurn, MessagesRequest
 from stemma.server.schemas.shared import PromptCacheOptions
 
 ChatMessage = dict[str, Any]
@@ -95,7 +95,7 @@ def _spoken(blocks: Sequence[Any], where: str) -> Iterator[tuple[dict[str, Any],
             yield block, spot
 
 
-def _turn(turn: Turn, where: str) -> list[ChatMessage]:
+def _turn(turn: InputTurn, where: str) -> list[ChatMessage]:
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     blocks = list(_spoken(turn.content, where))

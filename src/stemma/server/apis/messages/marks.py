@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from stemma.errors import InvalidRequest
-from stemma.server.schemas.messages import CacheControl, CountTokensRequest
+from stemma.server.schemas.messages import CacheMark, CountTokensRequest
 from stemma.types import DEFAULT_PRIORITY, RetentionHint, RetentionRange, TokenArray
 
 MAX_MARKS = 4
@@ -58,7 +58,7 @@ def ranges_of(marks: Sequence[Mark], ends: Sequence[int]) -> tuple[RetentionRang
     return tuple(ranges)
 
 
-def _marks(body: CountTokensRequest) -> Iterator[tuple[int, CacheControl]]:
+def _marks(body: CountTokensRequest) -> Iterator[tuple[int, CacheMark]]:
     for tool in body.tools or ():
         if tool.cache_control is not None:
             yield 0, tool.cache_control
@@ -73,14 +73,14 @@ def _marks(body: CountTokensRequest) -> Iterator[tuple[int, CacheControl]]:
         yield len(body.messages), body.cache_control
 
 
-def _of_blocks(content: Any, where: str) -> Iterator[CacheControl]:
+def _of_blocks(content: Any, where: str) -> Iterator[CacheMark]:
     for number, block in enumerate(content if isinstance(content, list) else ()):
         given = block.get("cache_control") if isinstance(block, dict) else None
         if given is None:
             continue
         spot = f"{where}[{number}].cache_control"
         try:
-            yield CacheControl.model_validate(given)
+            yield CacheMark.model_validate(given)
         except ValidationError as error:
             message = f"{spot} must be {{'type': 'ephemeral'}} with a ttl of '5m' or '1h'"
             raise InvalidRequest(message, param=spot) from error

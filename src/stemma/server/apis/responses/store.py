@@ -21,7 +21,7 @@ Item = dict[str, Any]
 """An item of OpenAI's Responses: a message, a call, its output."""
 
 
-class Storable(Protocol):
+class StoreEntry(Protocol):
     """An entry of a store."""
 
     @property
@@ -29,7 +29,7 @@ class Storable(Protocol):
         """Approximate bytes in memory."""
 
 
-E = TypeVar("E", bound=Storable)
+E = TypeVar("E", bound=StoreEntry)
 
 
 @dataclass(frozen=True, slots=True)

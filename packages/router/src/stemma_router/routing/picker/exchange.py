@@ -13,7 +13,7 @@ from stemma.budgets import Budget, Holding
 from stemma.errors import BodyTooLarge, InvalidRequest, OverBudget
 from stemma.server.schemas.json_input import parse_json
 from stemma_router.cluster.fleet import FleetMember, Outcome, Try
-from stemma_router.cluster.routers import Ask
+from stemma_router.cluster.routers import RoutedRequest
 from stemma_router.routing.picker.endpoints import Endpoints
 from stemma_router.routing.picker.messages import (
     BUFFERED,
@@ -75,7 +75,7 @@ class Exchange:
         """The body so far; None: it went on."""
         self._num_bytes = 0
         self._mode: object = BUFFERED
-        self._ask = Ask((), 1, 1)
+        self._ask = RoutedRequest((), 1, 1)
         self._is_streamed = False
         self._try: Try | None = None
         self._status = 0
