@@ -15,15 +15,7 @@ import torch
 from stemma.config.settings import CacheSettings, EngineSettings, LoraSettings, Role
 from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.budget.working_memory import MemoryPlan, plan_memory
-from stemma.engine.cache_parts import (
-    device_block_costs,
-    lay_out,
-    make_index,
-    make_key_space,
-    make_kv,
-    make_states,
-    open_own_tiers,
-)
+from stemma.engine.cache_parts import CacheParts, make_cache
 from stemma.engine.core.adapter_seats import PreparedAdapters
 from stemma.engine.core.engine import Engine
 from stemma.engine.core.images import ImageVectors
@@ -38,19 +30,15 @@ from stemma.engine.preflight import check_engine
 from stemma.engine.ranks.execution import LeadingDecoder
 from stemma.engine.ranks.leader import Ranks
 from stemma.engine.ranks.pool import OtherPools
-from stemma.engine.ranks.settings import pool_part, rank_key_space
-from stemma.engine.ranks.tiers import RankedTiers
+from stemma.engine.ranks.settings import pool_part
 from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.trace_log import TraceHeader, TraceLog
 from stemma.errors import ConfigError
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
-from stemma.memory.device.layout import KVLayout
-from stemma.memory.device.sizing import device_bytes
 from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.disk.disk_store import DiskStore
-from stemma.memory.tiers.disk.other_models import OtherModelsOnDisk
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.files.directory import is_gguf
 from stemma.model.files.gguf_parts import whole_stem
@@ -62,7 +50,6 @@ from stemma.model.opened.causal_lm import CausalLM
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.model.vision.decoding import ImageLimits
 from stemma.model.vision.reading import ImageReader
-from stemma.native.copying import copy_function
 from stemma.native.process_memory import trim_heap
 from stemma.prefix.keys import KeySpace
 from stemma.supervision import LoggingSupervisor, Supervisor
@@ -177,56 +164,66 @@ def assemble_engine(
     """
     name = settings.model.served_name or served_name(settings.model.path)
     adapters = load_adapters(settings.lora, model, (name, *also_named))
-    asked = settings.cache
-    memory: MemoryPlan | None = None
     reader = make_image_reader(settings, model, tokenizer)
-    if asked.memory_limit is not None:
-        memory = plan_memory(asked.memory_limit, model, settings)
-        num_bytes = memory.kv_bytes
-    else:
-        num_bytes = device_bytes(asked, model.device)
-    layout, sizes = lay_out(
-        model.kept, num_bytes, asked, settings.scheduler.max_batch_tokens, frees_windows=ranks is None
-    )
-    key_space = make_key_space(settings, model, layout, ranks)
-    kv = make_kv(layout, sizes, model.device, key_space, ranks)
-    device = DeviceCopy(kv, copy_function(settings.model.isa))
-    own_space = key_space if ranks is None else rank_key_space(key_space, ranks.share)
-    tiers = open_own_tiers(settings, device, own_space, supervisor, ranks)
-    lower = tiers if tiers is None or ranks is None else RankedTiers(tiers, ranks)
-    disk = settings.tiers.disk_cache
-    cache = PrefixCache(
-        kv,
-        make_index(asked, key_space),
-        key_space,
-        policy_name=asked.eviction,
-        lower=lower,
-        takes_tails=settings.role == "decode",
-        block_costs=device_block_costs(asked, kv.num_blocks),
-        other_models=None if disk is None else OtherModelsOnDisk(disk, own_space),
-        states=make_states(asked, kv, sizes, lower, clock),
-        clock=clock,
-    )
-    own_ends = (token_id for token_id in tokenizer.eos_token_ids if token_id < model.vocab_size)
-    eos_token_ids = tuple(dict.fromkeys((*model.eos_token_ids, *own_ends)))
-    limits = Limits(eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
+    memory: MemoryPlan | None = None
+    if settings.cache.memory_limit is not None:
+        memory = plan_memory(settings.cache.memory_limit, model, settings)
+    parts = make_cache(settings, model, None if memory is None else memory.kv_bytes, supervisor, ranks, clock)
     publisher = open_kv_events(
-        asked, supervisor, () if lower is None else lower.stores, has_checkpoints=not cache.is_plain
+        settings.cache,
+        supervisor,
+        () if parts.lower is None else parts.lower.stores,
+        has_checkpoints=not parts.cache.is_plain,
     )
     if publisher is not None:
-        cache.watch(publisher)
+        parts.cache.watch(publisher)
+    engine = _make_engine(
+        settings, model, tokenizer, parts, supervisor, clock, drafter, memory, _closing(publisher, ranks)
+    )
+    return EngineParts(
+        engine,
+        model,
+        tokenizer,
+        name,
+        parts.device,
+        parts.key_space,
+        adapters,
+        parts.tiers,
+        open_attachment(parts, settings.role, ranks),
+        publisher,
+        1 if ranks is None else ranks.share.num_processes,
+        also_named,
+        reader,
+    )
+
+
+def _make_engine(
+    settings: EngineSettings,
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    parts: CacheParts,
+    supervisor: Supervisor,
+    clock: Callable[[], float],
+    drafter: DraftGuesser | None,
+    memory: MemoryPlan | None,
+    on_close: Callable[[], None],
+) -> Engine:
+    """Return the scheduler and what runs its steps, over a cache that stands."""
+    cache = parts.cache
+    own_ends = (token_id for token_id in tokenizer.eos_token_ids if token_id < model.vocab_size)
+    eos_token_ids = tuple(dict.fromkeys((*model.eos_token_ids, *own_ends)))
     own_drafter = make_drafter(settings.speculation, cache.continuation)
-    runner, model_drafts = make_runner(settings, model, kv, cache, own_drafter)
-    engine = Engine(
+    runner, model_drafts = make_runner(settings, model, parts.kv, cache, own_drafter)
+    return Engine(
         runner,
         cache,
-        limits,
+        Limits(eos_token_ids, min(model.max_model_len, cache.capacity_tokens)),
         settings.scheduler,
         vocab_size=model.vocab_size,
         clock=clock,
         drafter=drafter or own_drafter,
         model_drafts=model_drafts,
-        trace_log=open_trace_log(asked, supervisor, clock, cache.capacity_tokens),
+        trace_log=open_trace_log(settings.cache, supervisor, clock, cache.capacity_tokens),
         queue=open_queue(settings, model.device) if cache.is_plain else None,
         memory=memory,
         grammars=GrammarCompiler(
@@ -239,22 +236,7 @@ def assemble_engine(
         max_adapters=settings.lora.max_loras,
         generates=model.abilities.generates,
         load_ahead_bandwidth=settings.tiers.load_ahead_bandwidth,
-        on_close=_closing(publisher, ranks),
-    )
-    return EngineParts(
-        engine,
-        model,
-        tokenizer,
-        name,
-        device,
-        key_space,
-        adapters,
-        tiers,
-        None if tiers is None else open_attachment(tiers, key_space, layout, settings.role, ranks),
-        publisher,
-        1 if ranks is None else ranks.share.num_processes,
-        also_named,
-        reader,
+        on_close=on_close,
     )
 
 
@@ -288,14 +270,16 @@ def _header_kept(path: Path) -> AbstractContextManager[None]:
     return headers_kept()
 
 
-def open_attachment(
-    tiers: TierTransfer, key_space: KeySpace, layout: KVLayout, role: Role, ranks: Ranks | None
-) -> PoolAttachment:
-    """Return what attaches pools while the engine runs, on all ranks."""
+def open_attachment(parts: CacheParts, role: Role, ranks: Ranks | None) -> PoolAttachment | None:
+    """Return what attaches pools while the engine runs, on all ranks; None without tiers."""
+    if parts.tiers is None:
+        return None
     if ranks is None:
-        return PoolAttachment(tiers, key_space, layout, role)
+        return PoolAttachment(parts.tiers, parts.key_space, parts.layout, role)
     part = pool_part(ranks.share)
-    return PoolAttachment(tiers, key_space, layout, role, others=OtherPools(ranks), part=part)
+    return PoolAttachment(
+        parts.tiers, parts.key_space, parts.layout, role, others=OtherPools(ranks), part=part
+    )
 
 
 def _closing(publisher: KVEventPublisher | None, ranks: Ranks | None) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,20 +13,24 @@ from stemma.config.settings import CacheSettings, EngineSettings
 from stemma.engine.ranks.execution import LeadingKV
 from stemma.engine.ranks.leader import Ranks
 from stemma.engine.ranks.messages import Open
-from stemma.engine.ranks.settings import pool_part
+from stemma.engine.ranks.settings import pool_part, rank_key_space
+from stemma.engine.ranks.tiers import RankedTiers
 from stemma.errors import ConfigError
 from stemma.memory.cache.places import Places
+from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.memory.device.sizing import DeviceSizes, device_sizes
+from stemma.memory.device.sizing import DeviceSizes, device_bytes, device_sizes
 from stemma.memory.device.slabs import PADDING, SlabAllocator
+from stemma.memory.tiers.disk.other_models import OtherModelsOnDisk
 from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.attend.kept_kv import KeptKV
 from stemma.model.opened.causal_lm import CausalLM
+from stemma.native.copying import copy_function
 from stemma.prefix.eviction.cost import block_costs
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.hashed import HashIndex
@@ -34,6 +39,61 @@ from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import KeySpace
 from stemma.prefix.radix import RadixIndex
 from stemma.supervision import Supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class CacheParts:
+    """A cache, and what stands below it."""
+
+    cache: PrefixCache
+    kv: DeviceKV
+    layout: KVLayout
+    key_space: KeySpace
+    device: DeviceCopy
+    tiers: TierTransfer | None
+    """This process's tiers below the device."""
+    lower: LowerTiers | None
+    """The tiers of all ranks."""
+
+
+def make_cache(
+    settings: EngineSettings,
+    model: CausalLM,
+    num_bytes: int | None,
+    supervisor: Supervisor,
+    ranks: Ranks | None,
+    clock: Callable[[], float],
+) -> CacheParts:
+    """Return the cache of a model, with `num_bytes` on the device; None: as many as the settings say.
+
+    Raises ConfigError or StorageError.
+    """
+    asked = settings.cache
+    if num_bytes is None:
+        num_bytes = device_bytes(asked, model.device)
+    layout, sizes = lay_out(
+        model.kept, num_bytes, asked, settings.scheduler.max_batch_tokens, frees_windows=ranks is None
+    )
+    key_space = make_key_space(settings, model, layout, ranks)
+    kv = make_kv(layout, sizes, model.device, key_space, ranks)
+    device = DeviceCopy(kv, copy_function(settings.model.isa))
+    own_space = key_space if ranks is None else rank_key_space(key_space, ranks.share)
+    tiers = open_own_tiers(settings, device, own_space, supervisor, ranks)
+    lower = tiers if tiers is None or ranks is None else RankedTiers(tiers, ranks)
+    disk = settings.tiers.disk_cache
+    cache = PrefixCache(
+        kv,
+        make_index(asked, key_space),
+        key_space,
+        policy_name=asked.eviction,
+        lower=lower,
+        takes_tails=settings.role == "decode",
+        block_costs=device_block_costs(asked, kv.num_blocks),
+        other_models=None if disk is None else OtherModelsOnDisk(disk, own_space),
+        states=make_states(asked, kv, sizes, lower, clock),
+        clock=clock,
+    )
+    return CacheParts(cache, kv, layout, key_space, device, tiers, lower)
 
 
 def lay_out(

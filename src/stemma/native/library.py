@@ -10,8 +10,9 @@ import ctypes
 import logging
 import os
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from stemma.native.building import Library, Origin, find_compiler, find_or_build, prebuilt_levels
 from stemma.native.compiling import BuildFailed, Compiler
@@ -27,84 +28,54 @@ from stemma.native.levels import (
 _log = logging.getLogger(__name__)
 
 
+_POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+def _function(library: ctypes.CDLL, name: str, *arguments: Any, result: Any = None) -> Any:
+    """Return a function of the library; no `arguments`: it takes a pointer; None: nothing."""
+    found = getattr(library, f"stemma_{name}")
+    found.argtypes = [] if arguments == (None,) else list(arguments or (_POINTER,))
+    found.restype = result
+    return found
+
+
 class Kernels:
     """The loaded library; each function takes a pointer to its argument structure."""
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
         self.level = level
         """Name of the instruction-set level they are compiled for."""
-        self.plan_new = library.stemma_plan_new
-        self.plan_new.restype = ctypes.c_void_p
-        self.plan_new.argtypes = [ctypes.c_void_p, *[ctypes.c_int32] * 3]
-        self.plan_free = library.stemma_plan_free
-        self.plan_free.argtypes = [ctypes.c_void_p]
-        self.plan_free.restype = None
-        self.attend = library.stemma_attend
-        self.attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        self.attend.restype = None
-        self.write_rows = library.stemma_write_rows
-        self.merge_parts = library.stemma_merge_parts
-        self.copy = library.stemma_copy
-        self.copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-        self.copy.restype = None
-        self.copy_runs = library.stemma_copy_runs
-        self.copy_runs.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
-        self.copy_runs.restype = None
-        self.decoder_step = library.stemma_decoder_step
-        self.decoder_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        self.decoder_step.restype = None
-        self.pack = library.stemma_pack
-        self.pack_codes = library.stemma_pack_codes
-        self.spread = library.stemma_spread
-        self.compress = library.stemma_compress
-        self.compressed_bytes = library.stemma_compressed_bytes
-        self.compressed_bytes.argtypes = [ctypes.c_void_p]
-        self.compressed_bytes.restype = ctypes.c_int64
-        self.reads_compressed = library.stemma_reads_compressed
-        self.reads_compressed.argtypes = []
-        self.reads_compressed.restype = ctypes.c_int32
-        self._byte_dots = library.stemma_byte_dots
-        self._byte_dots.argtypes = [ctypes.c_int32]
-        self._byte_dots.restype = ctypes.c_int32
-        self.multiply = library.stemma_multiply
-        self.mixture = library.stemma_mixture
-        self.packed_bytes = library.stemma_packed_bytes
-        self.packed_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int32]
-        self.packed_bytes.restype = ctypes.c_int64
-        self.decoder_step_room = library.stemma_decoder_step_room
-        self.mixture_room = library.stemma_mixture_room
-        for function in (self.decoder_step_room, self.mixture_room):
-            function.argtypes = [ctypes.c_void_p]
-            function.restype = ctypes.c_int64
-        self.multiply_registers = library.stemma_multiply_registers
-        self.multiply_registers.argtypes = [ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]
-        self.multiply_registers.restype = ctypes.c_int64
-        self.read_memory = library.stemma_read_memory
-        self.read_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
-        self.read_memory.restype = ctypes.c_float
-        self.masked_argmax = library.stemma_masked_argmax
-        self.masked_argmax.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-        self.masked_argmax.restype = ctypes.c_int64
-        self.take_rows = library.stemma_take_rows
-        self.take_rows.argtypes = [
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-            *(ctypes.c_int32, ctypes.c_int32),
-        ]
-        self.take_rows.restype = None
-        self.add_rms_norm = library.stemma_add_rms_norm
-        self.silu_and_multiply = library.stemma_silu_and_multiply
-        self.scan = library.stemma_scan
-        self.select = library.stemma_select
-        self.convolve = library.stemma_convolve
-        self.select_tokens = library.stemma_select_tokens
-        for function in (
-            *(self.write_rows, self.add_rms_norm, self.silu_and_multiply),
-            *(self.pack, self.pack_codes, self.spread, self.compress, self.multiply, self.mixture),
-            self.merge_parts,
-            *(self.scan, self.select, self.convolve, self.select_tokens),
-        ):
-            function.argtypes = [ctypes.c_void_p]
-            function.restype = None
+        of = partial(_function, library)
+        self.plan_new = of("plan_new", _POINTER, _INT32, _INT32, _INT32, result=_POINTER)
+        self.plan_free = of("plan_free")
+        self.attend = of("attend", _POINTER, _POINTER)
+        self.write_rows = of("write_rows")
+        self.merge_parts = of("merge_parts")
+        self.copy = of("copy", _POINTER, _POINTER, _INT64)
+        self.copy_runs = of("copy_runs", _POINTER, _POINTER, _POINTER, _INT64)
+        self.decoder_step = of("decoder_step", _POINTER, _POINTER)
+        self.decoder_step_room = of("decoder_step_room", result=_INT64)
+        self.pack = of("pack")
+        self.pack_codes = of("pack_codes")
+        self.packed_bytes = of("packed_bytes", _POINTER, _INT32, result=_INT64)
+        self.spread = of("spread")
+        self.compress = of("compress")
+        self.compressed_bytes = of("compressed_bytes", result=_INT64)
+        self.reads_compressed = of("reads_compressed", None, result=_INT32)
+        self._byte_dots = of("byte_dots", _INT32, result=_INT32)
+        self.multiply = of("multiply")
+        self.multiply_registers = of("multiply_registers", _INT64, _INT32, _INT32, result=_INT64)
+        self.mixture = of("mixture")
+        self.mixture_room = of("mixture_room", result=_INT64)
+        self.read_memory = of("read_memory", _POINTER, _INT64, _INT32, result=ctypes.c_float)
+        self.masked_argmax = of("masked_argmax", _POINTER, _POINTER, _INT64, result=_INT64)
+        self.take_rows = of("take_rows", _POINTER, _POINTER, _INT64, _POINTER, _INT32, _INT32)
+        self.add_rms_norm = of("add_rms_norm")
+        self.silu_and_multiply = of("silu_and_multiply")
+        self.scan = of("scan")
+        self.select = of("select")
+        self.convolve = of("convolve")
+        self.select_tokens = of("select_tokens")
 
     def byte_dots(self, *, allowed: bool = True) -> bool:
         """Whether bytes are multiplied by an instruction of their own; for tests it can be forbidden."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.memory.device.layout import WindowGroup
+from stemma.memory.device.layout import StateLayout, WindowGroup
 from stemma.model.attend.attention import SUPPORTED, AttentionCall
 from stemma.model.attend.compression import compressed_layout
 from stemma.model.attend.kept_kv import KVShape
@@ -29,6 +29,28 @@ def probe(
     others; ModelError without that position.
     """
     config = hf_model.config.get_text_config()
+    recorder, states = _run_probe(hf_model, last_position, after_layer)
+    calls = {call.layer_idx: (call, heads, dim, value) for call, heads, dim, value in recorder.calls}
+    state = None if states is None else states.layout()
+    without_kv = _without_kv(config, set() if state is None else {part.layer for part in state.parts})
+    if len(recorder.calls) != len(calls) or calls.keys() != set(range(config.num_hidden_layers)) - without_kv:
+        raise UnsupportedModel(
+            f"{type(hf_model).__name__}: {len(calls)} of {config.num_hidden_layers} layers go through "
+            f"attention. {SUPPORTED}"
+        )
+    if not calls:
+        # A block holds nothing then; it stands for its tokens.
+        return KVShape(1, 1, 1, _LEAST_DIM, state=state), []
+    _number_layers(hf_model, sorted(calls))
+    ordered = [calls[index][0] for index in sorted(calls)]
+    shapes = [(calls[index][1], max(calls[index][2:])) for index in sorted(calls)]
+    return _shape(hf_model, ordered, shapes, state, last_position), ordered
+
+
+def _run_probe(
+    hf_model: Any, last_position: int, after_layer: Callable[[], None] | None
+) -> tuple[AttentionProbe, ProbedStates | None]:
+    """Run two tokens through a model; return what its layers told of their attention and states."""
     name = type(hf_model).__name__
     recorder = AttentionProbe(after_layer)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=hf_model.device)
@@ -50,25 +72,22 @@ def probe(
             raise ModelError(
                 f"{name} has no position {last_position}; set a smaller max_model_len"
             ) from error
-    calls = {call.layer_idx: (call, heads, dim, value) for call, heads, dim, value in recorder.calls}
-    num_layers = config.num_hidden_layers
-    state = None if states is None else states.layout()
-    with_state = set() if state is None else {part.layer for part in state.parts}
-    without_kv = _without_kv(config, with_state)
-    if len(recorder.calls) != len(calls) or calls.keys() != set(range(num_layers)) - without_kv:
-        raise UnsupportedModel(
-            f"{name}: {len(calls)} of {num_layers} layers go through attention. {SUPPORTED}"
-        )
-    if not calls:
-        # A block holds nothing then; it stands for its tokens.
-        return KVShape(1, 1, 1, _LEAST_DIM, state=state), []
-    _number_layers(hf_model, sorted(calls))
-    ordered = [calls[index][0] for index in sorted(calls)]
-    _check_windows(name, config, {layer: calls[layer][0].sliding_window for layer in sorted(calls)})
+    return recorder, states
+
+
+def _shape(
+    hf_model: Any,
+    ordered: Sequence[AttentionCall],
+    shapes: Sequence[tuple[int, int]],
+    state: StateLayout | None,
+    last_position: int,
+) -> KVShape:
+    """Return what layers with these calls and `shapes` (heads, dimension) keep. Raises UnsupportedModel."""
+    config, name = hf_model.config.get_text_config(), type(hf_model).__name__
+    _check_windows(name, config, {call.layer_idx: call.sliding_window for call in ordered})
     if ordered[0].compression is not None:
         compressed, group = compressed_layout(config, last_position + 1)
-        return KVShape(2, 1, 1, group.head_dim, windows=group, compressed=compressed), ordered
-    shapes = [(calls[index][1], max(calls[index][2:])) for index in sorted(calls)]
+        return KVShape(2, 1, 1, group.head_dim, windows=group, compressed=compressed)
     windows = None  # latents always lie in blocks
     if ordered[0].latent is None:
         windows = WindowGroup.of([(call.sliding_window, call.chunk) for call in ordered], shapes)
@@ -82,7 +101,7 @@ def probe(
     rank = 0 if latent is None else latent.rank
     num_parts = 2 if latent is None else 1
     index_dim = 0 if ordered[0].selection is None else ordered[0].selection.dim
-    return KVShape(len(calls), num_parts, heads, dim, rank, state, windows, index_dim), ordered
+    return KVShape(len(ordered), num_parts, heads, dim, rank, state, windows, index_dim)
 
 
 def _without_kv(config: Any, with_state: set[int]) -> set[int]:

@@ -29,10 +29,11 @@ from stemma.model.load.job import Loaded, LoadJob
 from stemma.model.load.module_loading import load_by_modules
 from stemma.model.load.plan import LoadPlan
 from stemma.model.load.prediction import with_prediction
+from stemma.model.opened.abilities import Abilities
 from stemma.model.opened.causal_lm import CausalLM, ModelInfo
 from stemma.model.opened.checkpoint import DecoderParts, open_checkpoint
 from stemma.model.opened.checkpoint_abilities import read_abilities
-from stemma.model.opened.checkpoint_config import describe_checkpoint, runs_remote_code
+from stemma.model.opened.checkpoint_config import Description, describe_checkpoint, runs_remote_code
 from stemma.model.opened.selfcheck import check_served
 from stemma.model.parallel.cutting import check_cut
 from stemma.model.parallel.group import RankGroup
@@ -89,22 +90,9 @@ def load_model(
         trim_heap()
         report("reading the fingerprint", 0.0)
         fingerprint = hashing.result()
-    vocab_size = config.get_text_config().vocab_size
-    info = ModelInfo(
-        architecture=loaded.architecture if encoder is None else encoder.config.family.architecture,
-        vocab_size=vocab_size,
-        max_model_len=longest,
-        eos_token_ids=eos_token_ids(described.generation, config, vocab_size),
-        default_sampling=default_sampling(described.generation),
-        fingerprint=fingerprint if how is None else how.fingerprint(fingerprint),
-        weight_bytes=loaded.num_bytes
-        + (0 if encoder is None else encoder.num_bytes)
-        - (0 if packing is None else packing.saved_bytes),
-        formats=_formats(checkpoint, loaded, packing),
-        abilities=abilities,
-        numeric_path=(device.type if kernels is None else f"{kernels.level}-{NUMERIC_VERSION}")
-        + loaded.computed_by,
-    )
+    if how is not None:
+        fingerprint = how.fingerprint(fingerprint)
+    info = _information(described, load, loaded, encoder, fingerprint, abilities)
     context_size = 1 if group is None else group.share.context_size
     model = CausalLM(
         loaded.decoder,
@@ -161,6 +149,36 @@ def _load(load: LoadJob, vision: VisionConfig | None) -> tuple[Loaded, VisionEnc
         )
     loaded = load_by_modules(load) if layout is None else load_fused(load, layout)
     return loaded, load_encoder(checkpoint.path, vision, checkpoint.tower, checkpoint.dtype, packing)
+
+
+def _information(
+    described: Description,
+    load: LoadJob,
+    loaded: Loaded,
+    encoder: VisionEncoder | None,
+    fingerprint: str,
+    abilities: Abilities,
+) -> ModelInfo:
+    """Return what is known of a model that is loaded."""
+    packing, config = load.packing, described.config
+    vocab_size = config.get_text_config().vocab_size
+    numeric_path = (
+        load.device.type if packing is None else f"{packing.kernels.level}-{NUMERIC_VERSION}"
+    ) + loaded.computed_by
+    return ModelInfo(
+        architecture=loaded.architecture if encoder is None else encoder.config.family.architecture,
+        vocab_size=vocab_size,
+        max_model_len=described.max_model_len,
+        eos_token_ids=eos_token_ids(described.generation, config, vocab_size),
+        default_sampling=default_sampling(described.generation),
+        fingerprint=fingerprint,
+        weight_bytes=loaded.num_bytes
+        + (0 if encoder is None else encoder.num_bytes)
+        - (0 if packing is None else packing.saved_bytes),
+        formats=_formats(load.checkpoint, loaded, packing),
+        abilities=abilities,
+        numeric_path=numeric_path,
+    )
 
 
 def _formats(checkpoint: DecoderParts, loaded: Loaded, packing: Packing | None) -> str:

@@ -29,6 +29,49 @@ OUTCOMES = ("ok", "aborted", "refused", "error")
 """How requests end."""
 
 
+_GAUGES: tuple[tuple[str, str, str], ...] = (
+    ("stemma_requests_running", "Requests in the running batch", "num_running"),
+    ("stemma_requests_waiting", "Requests in the queue", "num_waiting"),
+    ("stemma_device_blocks", "Blocks of the device tier", "num_blocks"),
+    ("stemma_device_blocks_free", "Blocks that hold nothing", "num_free_blocks"),
+    ("stemma_device_blocks_cached", "Blocks in the prefix index", "num_cached_blocks"),
+    ("stemma_image_cache_bytes", "Memory of vectors of images that are kept", "image_cache_bytes"),
+    (
+        "stemma_device_checkpoints",
+        "States of recurrent layers and windows of KV that are kept for later prompts",
+        "num_checkpoints",
+    ),
+)
+"""Name, help and field of `EngineStats`."""
+_COUNTERS: tuple[tuple[str, str, str], ...] = (
+    ("stemma_prompt_tokens", "Prompt tokens of requests that started", "num_prompt_tokens"),
+    ("stemma_generated_tokens", "Tokens generated", "num_generated_tokens"),
+    ("stemma_preemptions", "Running requests whose blocks were taken back", "num_preemptions"),
+    ("stemma_evicted_blocks", "Blocks evicted to make room", "num_evicted_blocks"),
+    ("stemma_regretted_blocks", "Evicted blocks that came back within a minute", "num_regretted_blocks"),
+    ("stemma_blocks_ahead", "Blocks loaded to the device before their turn", "num_blocks_ahead"),
+    ("stemma_blocks_ahead_used", "Of these, blocks that a request used", "num_used_ahead"),
+    ("stemma_blocks_ahead_wasted", "Of these, blocks evicted unused", "num_wasted_ahead"),
+    (
+        "stemma_evicted_checkpoints",
+        "Kept states and windows that were dropped to make room",
+        "num_evicted_checkpoints",
+    ),
+    ("stemma_images_encoded", "Images that the vision encoder computed", "num_encoded_images"),
+    (
+        "stemma_images_reused",
+        "Images whose vectors were kept from before, where their KV wasn't",
+        "num_reused_images",
+    ),
+    (
+        "stemma_policy_failures",
+        "Times that the eviction policy raised and LRU ranked instead",
+        "num_policy_failures",
+    ),
+)
+"""As `_GAUGES`."""
+
+
 class _EngineCollector(Collector):
     """Turns the latest `EngineStats` into metric families at scrape time."""
 
@@ -40,82 +83,42 @@ class _EngineCollector(Collector):
         stats = self.latest
         if stats is None:
             return
-        for name, text, gauge in (
-            ("stemma_requests_running", "Requests in the running batch", stats.num_running),
-            ("stemma_requests_waiting", "Requests in the queue", stats.num_waiting),
-            ("stemma_device_blocks", "Blocks of the device tier", stats.num_blocks),
-            ("stemma_device_blocks_free", "Blocks that hold nothing", stats.num_free_blocks),
-            ("stemma_device_blocks_cached", "Blocks in the prefix index", stats.num_cached_blocks),
-            (
-                "stemma_image_cache_bytes",
-                "Memory of vectors of images that are kept",
-                stats.image_cache_bytes,
-            ),
-            (
-                "stemma_device_checkpoints",
-                "States of recurrent layers and windows of KV that are kept for later prompts",
-                stats.num_checkpoints,
-            ),
-        ):
-            yield GaugeMetricFamily(name, text, value=gauge)
-        for name, text, count in (
-            ("stemma_prompt_tokens", "Prompt tokens of requests that started", stats.num_prompt_tokens),
-            ("stemma_generated_tokens", "Tokens generated", stats.num_generated_tokens),
-            ("stemma_preemptions", "Running requests whose blocks were taken back", stats.num_preemptions),
-            ("stemma_evicted_blocks", "Blocks evicted to make room", stats.num_evicted_blocks),
-            (
-                "stemma_regretted_blocks",
-                "Evicted blocks that came back within a minute",
-                stats.num_regretted_blocks,
-            ),
-            ("stemma_blocks_ahead", "Blocks loaded to the device before their turn", stats.num_blocks_ahead),
-            ("stemma_blocks_ahead_used", "Of these, blocks that a request used", stats.num_used_ahead),
-            ("stemma_blocks_ahead_wasted", "Of these, blocks evicted unused", stats.num_wasted_ahead),
-            (
-                "stemma_evicted_checkpoints",
-                "Kept states and windows that were dropped to make room",
-                stats.num_evicted_checkpoints,
-            ),
-            ("stemma_images_encoded", "Images that the vision encoder computed", stats.num_encoded_images),
-            (
-                "stemma_images_reused",
-                "Images whose vectors were kept from before, where their KV wasn't",
-                stats.num_reused_images,
-            ),
-            (
-                "stemma_policy_failures",
-                "Times that the eviction policy raised and LRU ranked instead",
-                stats.num_policy_failures,
-            ),
-        ):
-            yield CounterMetricFamily(name, text, value=count)
-        cached = CounterMetricFamily(
-            "stemma_cached_tokens", "Prompt tokens served from cache, by tier", labels=["tier"]
-        )
-        for tier in Tier:
-            cached.add_metric([tier.value], stats.cached_tokens_by_tier.get(tier, 0))
-        yield cached
-        drafted = CounterMetricFamily(
-            "stemma_draft_tokens", "Draft tokens verified, by source", labels=["source"]
-        )
-        accepted = CounterMetricFamily(
-            "stemma_draft_tokens_accepted", "Draft tokens accepted, by source", labels=["source"]
-        )
-        for source in DRAFT_SOURCES:
-            drafts = stats.drafts_by_source.get(source, DraftCount())
-            drafted.add_metric([source], drafts.num_proposed)
-            accepted.add_metric([source], drafts.num_accepted)
-        yield drafted
-        yield accepted
-        misses = CounterMetricFamily(
-            "stemma_misses", "Requests not wholly served from cache, by reason", labels=["reason"]
-        )
-        for reason in MissReason:
-            misses.add_metric([reason.value], stats.misses_by_reason.get(reason.value, 0))
-        yield misses
+        for name, text, field in _GAUGES:
+            yield GaugeMetricFamily(name, text, value=getattr(stats, field))
+        for name, text, field in _COUNTERS:
+            yield CounterMetricFamily(name, text, value=getattr(stats, field))
+        yield from _by_label(stats)
         if stats.transfer is not None:
             yield from tier_metrics(stats.transfer)
         yield from budget_metrics(self.budgets)
+
+
+def _by_label(stats: EngineStats) -> Iterable[Metric]:
+    """Yield the engine's counters that have labels; each label from the start."""
+    cached = CounterMetricFamily(
+        "stemma_cached_tokens", "Prompt tokens served from cache, by tier", labels=["tier"]
+    )
+    for tier in Tier:
+        cached.add_metric([tier.value], stats.cached_tokens_by_tier.get(tier, 0))
+    yield cached
+    drafted = CounterMetricFamily(
+        "stemma_draft_tokens", "Draft tokens verified, by source", labels=["source"]
+    )
+    accepted = CounterMetricFamily(
+        "stemma_draft_tokens_accepted", "Draft tokens accepted, by source", labels=["source"]
+    )
+    for source in DRAFT_SOURCES:
+        drafts = stats.drafts_by_source.get(source, DraftCount())
+        drafted.add_metric([source], drafts.num_proposed)
+        accepted.add_metric([source], drafts.num_accepted)
+    yield drafted
+    yield accepted
+    misses = CounterMetricFamily(
+        "stemma_misses", "Requests not wholly served from cache, by reason", labels=["reason"]
+    )
+    for reason in MissReason:
+        misses.add_metric([reason.value], stats.misses_by_reason.get(reason.value, 0))
+    yield misses
 
 
 def budget_metrics(budgets: Sequence[BudgetState]) -> Iterable[Metric]:
