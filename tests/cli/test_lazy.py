@@ -59,7 +59,7 @@ def test_help_imports_no_command() -> None:
     }
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "bench", "config", "doctor"])
+@pytest.mark.parametrize("command", ["serve", "chat", "config", "doctor"])
 def test_help_of_a_command_needs_no_torch(command: str) -> None:
     assert not imported_by(command, "--help") & {"torch", "transformers"}
 

@@ -33,10 +33,6 @@ COMMANDS: Commands = {
         "stemma.cli.launch:command",
         "Run a coding agent against a running server: claude, codex or opencode.",
     ),
-    "bench": (
-        "stemma.cli.bench:command",
-        "Measure a server: first token, tokens per second, and how much of the prompts came from its cache.",
-    ),
     "eval": (
         "stemma.cli.evaluate:command",
         "Score a model: perplexity of a text, answers to MMLU's questions, computed anew and from the cache.",
@@ -65,7 +61,7 @@ COMMANDS: Commands = {
 }
 """Of the core."""
 GUESTS = {
-    "stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool"),
+    "stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool", "bench"),
     "stemma-router": ("route", "cluster"),
 }
 """Packages of this repository that bring further commands, and their names: what to install for one."""
