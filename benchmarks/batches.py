@@ -24,8 +24,9 @@ import numpy as np
 import typer
 
 from stemma import LLM, SamplingParams
-from stemma.cli.bench.workloads import TextMaker, WorkloadOptions, few_shot
+from stemma.cli.random_text import TextMaker
 from stemma.model.load.demo import demo_model
+from stemma_lab.measure.workloads import WorkloadOptions, few_shot
 
 KV_BYTES_A_TOKEN = 30 * 2 * 3 * 64 * 2
 """Of SmolLM2-135M in bfloat16."""

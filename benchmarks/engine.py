@@ -30,7 +30,6 @@ from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint
 from benchmarks.light_client import stream_completions, whole_completions
 from benchmarks.peers import servers
 from benchmarks.workloads import decode_rate
-from stemma.cli.bench.driver import negotiate
 from stemma.cli.client import make_http
 from stemma.config.sizes import parse_size
 from stemma.engine.api import GenerationRequest
@@ -47,6 +46,7 @@ from stemma.model.load.demo import demo_model
 from stemma.native.process_memory import peak_bytes, resident_bytes
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace
 from stemma.types import TokenArray
+from stemma_lab.measure.driver import negotiate
 
 CONTEXT = 2048
 NUM_NEW = 32

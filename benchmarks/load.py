@@ -35,11 +35,12 @@ import typer
 from benchmarks.checkpoint import half_billion_checkpoint
 from benchmarks.peers import servers
 from benchmarks.versus import refuse_if_busy, wait_until_idle
-from stemma.cli.bench.driver import LoadOptions, Record, drive, negotiate
-from stemma.cli.bench.workloads import Session, TextMaker
 from stemma.cli.client import StreamedAnswer, make_http
+from stemma.cli.random_text import TextMaker
 from stemma.model.load.demo import demo_model
 from stemma.model.text.tokenizer import Tokenizer
+from stemma_lab.measure.driver import LoadOptions, Record, drive, negotiate
+from stemma_lab.measure.workloads import Session
 
 LEVELS = "1,4,16,64,256,1000"
 OUTPUT_TOKENS = 32

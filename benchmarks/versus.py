@@ -34,11 +34,11 @@ from rich.table import Table
 from benchmarks.checkpoint import half_billion_checkpoint
 from benchmarks.peers import servers
 from benchmarks.workloads import Probe, ProbeResult, all_probes
-from stemma.cli.bench.driver import Target, negotiate
 from stemma.cli.client import RequestFailed, make_http
 from stemma.errors import StemmaError
 from stemma.model.load.demo import demo_model
 from stemma.model.text.tokenizer import Tokenizer
+from stemma_lab.measure.driver import Target, negotiate
 
 BUSY_PERCENT = 8.0
 _START, _START_AGAIN = "start", "start-again"

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import httpx
 
-from stemma.cli.bench.driver import Target, ask
-from stemma.cli.bench.workloads import Session, TextMaker, WorkloadOptions, few_shot
 from stemma.cli.client import RequestFailed, StreamedAnswer
+from stemma.cli.random_text import TextMaker
+from stemma_lab.measure.driver import Target, ask
+from stemma_lab.measure.workloads import Session, WorkloadOptions, few_shot
 
 Counter = Callable[[str], int]
 

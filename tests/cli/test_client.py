@@ -9,7 +9,6 @@ import httpx
 import orjson
 import pytest
 
-from stemma.cli.bench.driver import negotiate
 from stemma.cli.client import RequestFailed, first_model, stream_answer
 
 
@@ -77,27 +76,3 @@ async def test_errors() -> None:
     async with client(lambda _: httpx.Response(200, content=b"data: {oops\n\n")) as http:
         with pytest.raises(RequestFailed, match="not JSON"):
             await stream_answer(http, "/v1/completions", {})
-
-
-async def test_extra_fields_are_left_out_for_servers_that_refuse_them() -> None:
-    seen: list[dict[str, Any]] = []
-
-    def strict(request: httpx.Request) -> httpx.Response:
-        body = orjson.loads(request.content)
-        seen.append(body)
-        unknown = {"ignore_eos", "stream_options"} & body.keys()
-        if unknown:
-            return httpx.Response(422, json={"detail": f"unexpected {unknown}"})
-        return httpx.Response(200, content=sse(text("ok")))
-
-    async with client(strict) as http:
-        target = await negotiate(http, "m", "completions")
-
-    assert target.extra == {}
-    assert len(seen) == 3
-
-
-async def test_negotiation_gives_up_with_the_servers_own_words() -> None:
-    async with client(lambda _: httpx.Response(400, json={"error": {"message": "no such model"}})) as http:
-        with pytest.raises(RequestFailed, match="no such model"):
-            await negotiate(http, "m", "chat")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from stemma import guests
 from stemma.cli import make_app
-from stemma.config import readers
 from stemma.errors import ConfigError, StemmaError
 from stemma.model.files.tiny import write_tiny_model
 from tests.adapters import write_adapter
@@ -144,7 +144,7 @@ def test_explain_without_a_key_lists_everything_and_a_wrong_key_names_the_neares
 def test_a_file_that_no_installed_package_reads_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "entry_points", lambda **_: [])
+    monkeypatch.setattr(guests, "entry_points", lambda **_: [])
     file = tmp_path / "config.json"
     file.write_text("{}")
     assert "pip install ./packages/mindie" in str(check(file).exception)

@@ -58,16 +58,6 @@ def test_q_leaves_top(live_url: str) -> None:
         assert top.wait(20) == 0
 
 
-def test_a_bench_that_is_interrupted_shows_what_it_has(live_url: str) -> None:
-    with terminal(["bench", live_url, "-n", "2000", "-c", "1", "--input-tokens", "5"]) as bench:
-        bench.wait_for("/2000")
-        time.sleep(1.0)
-        bench.type("\x03")
-        bench.wait_for("interrupted after")
-        bench.wait_for("prompt tokens from cache")
-        assert bench.wait(20) == 130
-
-
 def test_plain_lines_in_a_pipe() -> None:
     written = StringIO()
     lines = LineProgress("loading", Console(file=written), quiet_s=0.05, every_s=60.0)

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 import pytest
 from typer.testing import CliRunner
 
-from stemma import cli
+from stemma import guests
 from stemma.cli import COMMANDS, GROUP, guest_commands, make_app
 from stemma.errors import ConfigError
 
@@ -32,7 +32,7 @@ def _looked_for_anew() -> Iterator[None]:
 
 def installed(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
     points = [EntryPoint(name="a-guest", value=value, group=GROUP) for value in values]
-    monkeypatch.setattr(cli, "entry_points", lambda group: points)
+    monkeypatch.setattr(guests, "entry_points", lambda group: points)
 
 
 def test_a_command_of_a_package_that_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ CLIENTS = {
     "openai_responses": ("openai", "cached: "),
     "anthropic_messages": ("anthropic", "call: water_level {'city': "),
     "huggingface_client": ("huggingface_hub", "chat: "),
-    "triton_client": ("tritonclient", "ready: True"),
     "langchain_client": ("langchain_openai", "report: city="),
 }
 """Script -> (the package it needs, something it prints)."""

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import httpx
-import orjson
 import pytest
 from gguf import GGMLQuantizationType
 from rich.console import Console
@@ -123,19 +122,6 @@ def test_chat_shows_what_each_turn_reuses(served: Served) -> None:
     assert "0 cached (0 %)" in result.output
     assert result.output.count("prompt tokens") == 2
     assert "default namespace" in result.output
-
-
-def test_bench_against_the_real_server(served: Served, tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    arguments = ["-w", "multi-turn", "--num-sessions", 2, "--num-turns", 3, "--input-tokens", 12]
-    arguments += ["--prefix-tokens", 30, "--output-tokens", 6, "--endpoint", "chat", "-c", 2, "--json", file]
-    result = CliRunner().invoke(make_app(), ["bench", served.url, *map(str, arguments)])
-
-    assert result.exit_code == 0, result.output
-    report = orjson.loads(file.read_bytes())
-    assert report["summary"]["num_failed"] == 0
-    assert report["summary"]["cached_share"] > 0.5
-    assert report["summary"]["num_generated_tokens"] == 6 * 6
 
 
 def test_demo_steps(served: Served) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
@@ -13,42 +10,22 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.messages import MessagesRequest
-from stemma.server.schemas.mindie import (
-    DetokenizeRequest,
-    InferParameters,
-    InferRequest,
-    TokenizeRequest,
-    TokenizerRequest,
-    TritonGenerateRequest,
-    TritonInferRequest,
-    TritonTensor,
-)
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest
 from stemma.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from stemma.server.schemas.responses import ResponsesRequest
 from stemma.server.schemas.shared import StructuredOutputs
 from stemma.server.schemas.tgi import TGIParameters, TGIRequest, VLLMGenerateRequest
+from stemma.server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from tests.server.documented import check_fields, section
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
 SECTIONS: list[tuple[str, tuple[type[RequestModel], ...]]] = [
     ("OpenAI's chat and completions", (ChatRequest, CompletionRequest)),
     ("OpenAI's Responses API", (ResponsesRequest,)),
     ("Anthropic's Messages API", (MessagesRequest,)),
-    (
-        "Fields of TGI's, MindIE's and Triton's shapes",
-        (
-            TGIRequest,
-            TGIParameters,
-            InferRequest,
-            InferParameters,
-            TritonInferRequest,
-            TritonTensor,
-            TritonGenerateRequest,
-        ),
-    ),
+    ("Fields of TGI's, MindIE's and Triton's shapes", (TGIRequest, TGIParameters)),
     ("Embeddings, reranking and scores", (EmbeddingRequest, RerankRequest, ScoreRequest)),
     ("Fields of vLLM's /generate", (VLLMGenerateRequest,)),
-    ("Fields of the tokenizer's endpoints", (TokenizerRequest, TokenizeRequest, DetokenizeRequest)),
+    ("Fields of the tokenizer's endpoints", (TokenizeRequest, DetokenizeRequest)),
 ]
 VLLM_SHARED = """
 model frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed stop stream
@@ -104,41 +81,11 @@ VLLM: list[tuple[type[RequestModel], str]] = [
 """Fields of vLLM 0.32.0's requests that a client can send."""
 
 
-def rows(title: str) -> dict[str, str]:
-    """Return what the section's tables say of each field."""
-    found: dict[str, str] = {}
-    for line in section(title).splitlines():
-        if line.startswith("| `"):
-            fields, says = line.strip("| ").split(" | ", 1)
-            for field in re.findall(r"`([a-z0-9_.]+)`", fields):
-                found.setdefault(field, says)
-                found.setdefault(field.partition(".")[0], says)
-    return found
-
-
 @pytest.mark.parametrize(("title", "models"), SECTIONS)
 def test_every_field_of_the_schemas_is_in_its_table(
     title: str, models: tuple[type[RequestModel], ...]
 ) -> None:
-    says = rows(title)
-    names = {name for model in models for name in model.known_names()}
-    assert names - says.keys() == set()
-    for model in models:
-        for name in model.refused.keys() - {"echo"}:
-            assert "refused" in says[name], name
-        for name in model.harmless | model.hints:
-            assert "accepted without effect" in says[name], name
-        for name in model.hints:
-            assert "counted" in says[name], name
-        for name in model.model_fields.keys() - {"metadata", "include", "echo"}:
-            if not name.endswith("_"):
-                assert says[name].startswith(("works", "the served one")), name
-
-
-def section(title: str) -> str:
-    """Return a section of the page."""
-    parts = re.split(r"^## ", PAGE, flags=re.MULTILINE)
-    return next(part for part in parts if part.startswith(title + "\n"))
+    check_fields(title, models)
 
 
 @pytest.mark.parametrize(("title", "models"), SECTIONS)

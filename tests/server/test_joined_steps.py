@@ -37,11 +37,6 @@ async def _both(
     [
         ("/generate_stream", {"inputs": "ab", "parameters": {"max_new_tokens": 23, "details": True}}),
         ("/", {"inputs": "ab", "stream": True, "parameters": {"max_new_tokens": 23}}),
-        ("/infer", {"inputs": "ab", "stream": True, "parameters": {"max_new_tokens": 23, "details": True}}),
-        (
-            "/v2/models/scripted/generate_stream",
-            {"text_input": "ab", "parameters": {"max_new_tokens": 23, "details": True}},
-        ),
     ],
 )
 async def test_one_event_a_token_where_the_protocol_says_so(
@@ -55,16 +50,6 @@ async def test_one_event_a_token_where_the_protocol_says_so(
             if name in event:
                 event[name] = event[name] is None
     assert together == apart
-
-
-async def test_times_of_tokens_share_the_time_of_their_delivery(
-    client: httpx.AsyncClient, engine: ScriptedEngine
-) -> None:
-    engine.script.joined = 3
-    events = await _stream(client, "/infer", {"inputs": "ab", "stream": True})
-    times = [event["decode_time"] for event in events]
-    assert times[0] is None
-    assert times[1] == times[2] == times[3]
 
 
 def _completion(events: Events) -> Any:

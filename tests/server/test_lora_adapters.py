@@ -94,8 +94,6 @@ PROTOCOLS: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"inputs": "hi", "model": "sql"}),
     ("/generate", {"inputs": "hi", "parameters": {"adapter_id": "sql"}}),
     ("/generate", {"prompt": "hi", "model": "sql"}),
-    ("/infer", {"inputs": "hi", "parameters": {"adapter_id": "sql"}}),
-    ("/v2/models/scripted/generate", {"text_input": "hi", "parameters": {"adapter_id": "sql"}}),
 ]
 
 

@@ -77,10 +77,6 @@ async def test_another_name_of_the_model(engine: ScriptedEngine, client: httpx.A
     assert (await client.get("/v1/models/demo")).json() == listed[1]
     answer = await client.post("/v1/completions", json={"model": "demo", "prompt": "x", "max_tokens": 2})
     assert answer.json()["model"] == "scripted"
-    for path in ("/v2/models/demo/ready", "/v2/models/demo/getSlotCount"):
-        assert (await client.get(path)).status_code == 200
-    answer = await client.post("/v2/models/demo/generate", json={"id": "a", "text_input": "x"})
-    assert answer.status_code == 200
 
 
 async def test_metrics_count_tokens_by_tier_and_time_requests(client: httpx.AsyncClient) -> None:

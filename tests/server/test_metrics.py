@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stemma.config.settings import ServerSettings, Settings
+from stemma.engine.api import EngineStats
 from stemma.errors import ConfigError
 from stemma.server.app import create_app
+from stemma.server.observe.metrics import Throughput
+from tests.server.documented import undocumented_metrics
 from tests.server.scripted_engine import ScriptedEngine
-
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 
 def samples_of(text: str) -> dict[str, float]:
@@ -39,21 +38,7 @@ async def test_vllm_names_have_our_values(client: httpx.AsyncClient) -> None:
 
 
 async def test_every_name_is_documented(engine: ScriptedEngine, settings: Settings) -> None:
-    documented = DOCS.read_text()
-    server = settings.server.model_copy(update={"metric_aliases": ("vllm", "mindie")})
-    app = create_app(engine, settings.model_copy(update={"server": server}))
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=app), base_url="http://localhost"
-    ) as client:
-        assert (await client.post("/generate", json={"inputs": "ab"})).status_code == 200
-        text = (await client.get("/metrics")).text
-    names = {
-        line.split()[2].removesuffix("_total") for line in text.splitlines() if line.startswith("# TYPE")
-    }
-    names = {name for name in names if not name.endswith("_created")}
-    assert len(names) > 60
-    missing = {name for name in names if f"`{name}`" not in documented}
-    assert not missing
+    assert await undocumented_metrics(engine, settings, "vllm") == set()
 
 
 async def test_other_names_can_be_left_out(engine: ScriptedEngine, settings: Settings) -> None:
@@ -84,3 +69,24 @@ async def test_counts_begin_at_zero(client: httpx.AsyncClient) -> None:
         if family.type == "counter" and not family.samples and not family.name.startswith(tuple(_BY_CLIENTS))
     }
     assert empty == set()
+
+
+def test_throughput_is_that_since_the_last_look() -> None:
+    now = 100.0
+    throughput = Throughput(lambda: now)
+
+    def rates(prompt: int, generated: int) -> tuple[float, float]:
+        stats = EngineStats.__new__(EngineStats)
+        object.__setattr__(stats, "num_prompt_tokens", prompt)
+        object.__setattr__(stats, "num_generated_tokens", generated)
+        return throughput.rates(stats)
+
+    assert rates(5, 0) == (0.0, 0.0)
+    now = 102.0
+    assert rates(200, 20) == (100.0, 10.0)
+    now = 102.5
+    assert rates(200, 20) == (80.0, 8.0)  # too soon for a new span
+    now = 112.0
+    assert rates(300, 120) == (10.0, 10.0)
+    now = 113.0
+    assert rates(300, 120) == (0.0, 0.0)

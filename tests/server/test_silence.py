@@ -21,10 +21,8 @@ PLANES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/messages", {**CHAT, "stream": True}),
     ("/generate_stream", TGI),
     ("/", {**TGI, "stream": True}),
-    ("/infer", {**TGI, "stream": True}),
-    ("/v2/models/scripted/generate_stream", {"text_input": "a b c"}),
 )
-FIRST_TEXT = ('"delta":{', '"text_completion"', "output_text.delta", '"token"', '"text_output"')
+FIRST_TEXT = ('"delta":{', '"text_completion"', "output_text.delta", '"token"')
 FIRST_TOKEN_S = 0.6
 
 

@@ -1,13 +1,11 @@
-"""Events of a stream: one token each with an int, or a list of ids for MindIE's clients."""
+"""Events of a stream: one token each with an int."""
 
 from __future__ import annotations
 
-import httpx
-import orjson
 import pytest
 from huggingface_hub import InferenceClient
 
-from stemma.config.settings import RequestSettings, Settings
+from stemma.config.settings import Settings
 from stemma.engine.api import SequenceDelta
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.server.apis.tgi_tokens import stream_tokens
@@ -48,21 +46,6 @@ def test_news_without_a_token(context: ApiContext) -> None:
     assert stream_tokens(context, SequenceDelta(0, (), "x")) == [
         {"id": 0, "text": "x", "logprob": None, "special": True}
     ]
-
-
-async def test_mindies_clients_get_lists(engine: ScriptedEngine, settings: Settings) -> None:
-    mindie = settings.model_copy(update={"requests": RequestSettings(dialect="mindie")})
-    transport = httpx.ASGITransport(app=create_app(engine, mindie))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        response = await client.post(
-            "/generate_stream", json={"inputs": "ab", "parameters": {"details": True}}
-        )
-
-    events = [orjson.loads(line[6:]) for line in response.text.split("\n\n") if line]
-    reply = engine.reply_ids(engine.requests[0], 0)
-    assert [item["token"]["id"] for item in events] == [[each] for each in reply]
-    assert events[0]["token"]["special"] is None
-    assert events[-1]["details"]["prompt_tokens"] == 2
 
 
 def test_huggingface_hub_reads_streams_with_and_without_details(live_url: str) -> None:

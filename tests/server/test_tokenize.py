@@ -36,14 +36,6 @@ async def test_tgis_tokenize_names_the_characters(client: httpx.AsyncClient) -> 
     assert [(each["text"], each["start"], each["stop"]) for each in tokens] == [("a", 0, 1), ("b", 1, 2)]
 
 
-async def test_mindies_tokenizer(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
-    as_text = await client.post("/v1/tokenizer", json={"inputs": "ab", "do_decode": True})
-    as_ids = await client.post("/v1/tokenizer", json={"inputs": "ab", "do_decode": False})
-
-    assert as_text.json() == {"token_number": 2, "tokens": ["a", "b"]}
-    assert as_ids.json() == {"token_number": 2, "tokens": engine.tokenizer.encode("ab").tolist()}
-
-
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
@@ -55,7 +47,6 @@ async def test_mindies_tokenizer(client: httpx.AsyncClient, engine: ScriptedEngi
         ("/detokenize", {"tokens": [10**6]}, 400),
         ("/detokenize", {"tokens": [-1]}, 400),
         ("/detokenize", {"tokens": "abc"}, 400),
-        ("/v1/tokenizer", {"inputs": 3}, 422),
     ],
 )
 async def test_bad_input(client: httpx.AsyncClient, path: str, body: dict[str, object], status: int) -> None:

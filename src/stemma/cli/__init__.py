@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from stemma import guests
 from stemma.errors import ConfigError, StemmaError
 
 EXIT_USAGE = 2
@@ -32,10 +32,6 @@ COMMANDS: Commands = {
     "launch": (
         "stemma.cli.launch:command",
         "Run a coding agent against a running server: claude, codex or opencode.",
-    ),
-    "bench": (
-        "stemma.cli.bench:command",
-        "Measure a server: first token, tokens per second, and how much of the prompts came from its cache.",
     ),
     "eval": (
         "stemma.cli.evaluate:command",
@@ -65,7 +61,7 @@ COMMANDS: Commands = {
 }
 """Of the core."""
 GUESTS = {
-    "stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool"),
+    "stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool", "bench"),
     "stemma-router": ("route", "cluster"),
 }
 """Packages of this repository that bring further commands, and their names: what to install for one."""
@@ -92,23 +88,15 @@ class LazyCommands(TyperGroup):
             self.commands[name] = load_command(name)
         for package, names in GUESTS.items():
             if name in names and name not in self.commands:
-                folder = package.replace("stemma-", "packages/")
-                raise ConfigError(
-                    f"stemma {name} comes with {package}, which isn't installed: pip install {package}, "
-                    f"or in Stemma's repository pip install ./{folder}"
-                )
+                raise ConfigError(f"stemma {name} comes with {guests.to_install(package)}")
         return super().resolve_command(ctx, args)
 
 
 @cache
 def guest_commands() -> Commands:
     """Return the commands of installed packages. None takes the place of one of the core's."""
-    found: Commands = {}
-    for point in entry_points(group=GROUP):
-        try:
-            found.update(point.load())
-        except ImportError as error:
-            typer.echo(f"warning: the commands of {point.value} can't be imported: {error}", err=True)
+    packages = guests.load_all(GROUP, lambda line: typer.echo(f"warning: {line}", err=True))
+    found = {name: command for commands in packages.values() for name, command in commands.items()}
     return {name: command for name, command in found.items() if name not in COMMANDS}
 
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
@@ -17,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from stemma import guests
 from stemma.cli.lifeline import end_with
 from stemma.cli.options import with_settings_flags
 from stemma.cli.progress import open_progress
@@ -69,13 +69,9 @@ def command(
 
 def _serve_replicas(settings: Settings, count: int) -> None:
     """Leave it to the package that runs several engines. Raises ConfigError if it isn't installed."""
-    for point in entry_points(group="stemma.replicas"):
-        point.load()(settings, count)
-        return
-    raise ConfigError(
-        "--replicas needs stemma-router, which isn't installed: pip install 'stemma-router[ray]', or in "
-        "Stemma's repository pip install './packages/router[ray]'"
-    )
+    if (serve := guests.load("stemma.replicas")) is None:
+        raise ConfigError(f"--replicas needs {guests.to_install('stemma-router', 'ray')}")
+    serve(settings, count)
 
 
 def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
@@ -102,7 +98,7 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
             from stemma.server.door.access import is_loopback
 
             access, listeners = open_front(settings, stack)
-            importing = beside.submit(import_module, "stemma.server.runtime")
+            importing = beside.submit(_import_server)
             # What was imported stays: the look at the end is at the rest.
             gc.freeze()
             from stemma.cli.late_pool import without_late_pool
@@ -124,6 +120,12 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
             console.print(ready_line(url, "Ctrl-C drains and stops"))
 
         raise typer.Exit(serve(engine, settings, listeners, on_ready))
+
+
+def _import_server() -> Any:
+    """Return the module `runtime`, and import what packages add to the server."""
+    import_module("stemma.server.guest_apis").guest_apis()
+    return import_module("stemma.server.runtime")
 
 
 def _answers_line(tokenizer: Tokenizer, settings: Settings) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
+from stemma import guests
 from stemma.errors import ConfigError
 
 GROUP = "stemma.config_readers"
-_BROUGHT_BY = {"json": ("MindIE's config.json", "mindie")}
-"""By suffix: what such a file is, and the package of Stemma's repository that reads it."""
+_BROUGHT_BY = {"json": ("MindIE's config.json", "stemma-mindie")}
+"""By suffix: what such a file is, and the package that reads it."""
 
 
 @dataclass(slots=True)
@@ -68,16 +68,15 @@ class ConfigReader(Protocol):
 def reader_of(file: Path) -> ConfigReader:
     """Return what reads a file. Raises ConfigError if nothing does, and says what to install."""
     suffix = file.suffix.removeprefix(".").lower()
-    for point in entry_points(group=GROUP, name=suffix):
-        reader: ConfigReader = point.load()
+    reader: ConfigReader | None = guests.load(GROUP, suffix)
+    if reader is not None:
         return reader
     what, package = _BROUGHT_BY[suffix]
     raise ConfigError(
-        f"{file}: {what} is read by stemma-{package}, which isn't installed: pip install stemma-{package}, "
-        f"or in Stemma's repository pip install ./packages/{package}. Stemma's own files are TOML and YAML"
+        f"{file}: {what} is read by {guests.to_install(package)}. Stemma's own files are TOML and YAML"
     )
 
 
 def installed_readers() -> list[ConfigReader]:
-    """Return the readers of all installed packages."""
-    return [point.load() for point in entry_points(group=GROUP)]
+    """Return the readers of all installed packages. Raises ConfigError if one can't be imported."""
+    return [guests.load(GROUP, suffix) for suffix in guests.names(GROUP)]

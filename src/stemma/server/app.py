@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -20,18 +20,17 @@ from stemma.server.apis import (
     batches,
     embeddings,
     files,
-    infer,
     openai_chat,
     openai_completions,
     reranking,
     tgi,
     tokenize,
-    triton,
 )
 from stemma.server.apis.messages import api as messages
 from stemma.server.apis.responses import api as responses
 from stemma.server.apis.responses import conversations
 from stemma.server.errors import json_response, openai_body
+from stemma.server.guest_apis import guest_routers
 from stemma.server.observe.metrics import ServerMetrics
 from stemma.server.observe.request_log import log_request
 from stemma.server.observe.tracing import Tracing, TracingMiddleware
@@ -45,8 +44,6 @@ from stemma.server.operator import (
     admin_published,
     lora_adapters,
     management,
-    mindie_faults,
-    mindie_management,
 )
 from stemma.server.operator.dashboard import live, pages, tree
 from stemma.server.parts import close_parts, put_parts, running
@@ -81,18 +78,15 @@ ROUTERS = (
     admin_pool.router,
     lora_adapters.router,
     admin_published.router,
-    infer.router,
-    triton.router,
     tokenize.router,
-    tokenize.mindie_router,
-    mindie_faults.router,
-    mindie_faults.command_router,
-    mindie_management.open_router,
-    mindie_management.router,
-    mindie_management.stop_router,
 )
-"""One per API and per part of the operator's plane; a new one is a new file and a line here."""
+"""Of the core: one per API and per part of the operator's plane; a new one is a new file and a line here."""
 _MAX_PATH_CHARS = 200
+
+
+def all_routers() -> list[APIRouter]:
+    """Return the core's routers, then those of installed packages: a path of the core's stays its own."""
+    return [*ROUTERS, *guest_routers()]
 
 
 def create_app(
@@ -132,10 +126,12 @@ def create_app(
     if tracing is not None:
         watches.capture = tracing.capture
         watches.observers.append(tracing.record)
-    app.openapi = partial(describe, app, [each for router in ROUTERS for each in router.routes])  # type: ignore[method-assign]
-    for router in ROUTERS:
+    routers = all_routers()
+    routes = [each for router in routers for each in router.routes]
+    app.openapi = partial(describe, app, routes)  # type: ignore[method-assign]
+    for router in routers:
         app.include_router(router)
-    if nameless := without_audience(each for router in ROUTERS for each in router.routes):
+    if nameless := without_audience(routes):
         raise TypeError(f"routes without an audience: {', '.join(nameless)}")
     if settings.server.allowed_origins:
         app.add_middleware(

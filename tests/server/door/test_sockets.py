@@ -130,7 +130,7 @@ def test_no_host_is_400_and_head_answers_as_get(tokenizer_path: Path) -> None:
         assert server.ask(b"HEAD /admin/live HTTP/1.1\r\nHost: localhost\r\n" + close).startswith(
             b"HTTP/1.1 200"
         )
-        assert server.ask(b"HEAD /stopService HTTP/1.1\r\nHost: localhost\r\n" + close).startswith(
+        assert server.ask(b"HEAD /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + close).startswith(
             b"HTTP/1.1 405"
         )
         assert httpx.get(f"{server.url}/health").status_code == 200

@@ -31,8 +31,6 @@ from tests.server.scripted_engine import ScriptedEngine
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a b c"}], "max_tokens": 3}
 COMPLETION = {"model": "scripted", "prompt": "a b c", "max_tokens": 3}
 TGI = {"inputs": "a b c", "parameters": {"max_new_tokens": 3}}
-TRITON_TEXT = {"text_input": "a b c", "parameters": {"max_new_tokens": 3}}
-TRITON_TENSOR = {"name": "input0", "shape": [1, 3], "datatype": "UINT32", "data": [1, 2, 3]}
 PLANES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {**CHAT, "stream": True}),
@@ -47,14 +45,6 @@ PLANES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/generate", {"prompt": "a b c", "max_tokens": 3}),
     ("/generate_stream", TGI),
     ("/", TGI),
-    ("/infer", TGI),
-    ("/infer_token", {"input_id": [1, 2, 3], "parameters": {"max_new_tokens": 3}}),
-    ("/v2/models/scripted/generate", TRITON_TEXT),
-    ("/v2/models/scripted/generate_stream", TRITON_TEXT),
-    (
-        "/v2/models/scripted/infer",
-        {"inputs": [TRITON_TENSOR], "outputs": [{"name": "output0"}], "parameters": {"max_new_tokens": 3}},
-    ),
 )
 Make = Callable[..., httpx.AsyncClient]
 
@@ -233,7 +223,7 @@ async def test_who_may_ask_what(make: Make, keys: Keys) -> None:
         assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 401
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/v1/models", headers={"x-api-key": keys.ada})).status_code == 200
-    for path in ("/admin/stats", "/admin/cache/tree", "/metrics", "/metrics-json"):
+    for path in ("/admin/stats", "/admin/cache/tree", "/metrics"):
         assert (await client.get(path, headers=bearer(keys.ada))).status_code == 401
         assert (await client.get(path, headers=bearer("root"))).status_code == 200
         assert (await make().get(path, headers=bearer(keys.ada))).status_code == 403

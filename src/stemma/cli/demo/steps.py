@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 from rich.padding import Padding
 from rich.text import Text
 
-from stemma.cli.bench.workloads import TextMaker
 from stemma.cli.demo import texts
 from stemma.cli.demo.stage import Stage, bar
+from stemma.cli.random_text import TextMaker
 
 Step = Callable[[Stage], Awaitable[None]]
 _ANSWER_TOKENS = 48

@@ -1,20 +1,34 @@
-"""Which reader a checkpoint needs, by its format: all but plain tensors of floats."""
+"""Which reader a checkpoint needs, by its format: all but plain tensors of floats.
+
+A package brings a further one by the entry point group ``stemma.formats``: a `FormatReader`, under the value
+of `quantization_config.quant_method` that names its format, or msModelSlim's under `modelslim`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 
+from stemma import guests
+from stemma.errors import UnsupportedModel
 from stemma.model.files.directory import description_file, is_gguf, read_json
 from stemma.model.formats.checkpoint import CheckpointTensors
 from stemma.model.formats.summary import FormatCounts
 from stemma.model.weights.stored import StoredWeights
 
+GROUP = "stemma.formats"
 GGUF, MODELSLIM = "gguf", "modelslim"
 _BY_NAME = ("compressed-tensors", "gptq", "awq", "fp8", "mxfp8", "mxfp4")
 """Values of `quantization_config.quant_method` in config.json."""
+FormatReader: TypeAlias = Callable[
+    [CheckpointTensors, dict[str, Any], torch.dtype], tuple[StoredWeights, FormatCounts]
+]
+"""From tensors, what describes them, and the type of plain weights, to what `read_quantized` returns.
+
+What describes them is `quantization_config`; msModelSlim's is the content of its description file."""
 
 
 def find_format(path: Path, quantization: dict[str, Any]) -> str | None:
@@ -27,7 +41,8 @@ def find_format(path: Path, quantization: dict[str, Any]) -> str | None:
     if description_file(path) is not None:
         return MODELSLIM
     method = quantization.get("quant_method")
-    return str(method) if method in _BY_NAME else None
+    is_read = method in _BY_NAME or (method is not None and str(method) in guests.names(GROUP))
+    return str(method) if is_read else None
 
 
 def read_quantized(
@@ -39,7 +54,7 @@ def read_quantized(
 
     Names are those of a plain checkpoint; plain weights that were dequantized are of `dtype`. `config` is
     that of transformers. Raises ModelError if the file is damaged or contradicts itself, UnsupportedModel for
-    what the format knows and the reader doesn't.
+    what the format knows and the reader doesn't, or if no installed package reads the format.
     """
     if name == GGUF:
         from stemma.model.files.gguf_header import read_header
@@ -48,11 +63,9 @@ def read_quantized(
         return read_weights(read_header(path), config, dtype)
     tensors = CheckpointTensors(path, prefix)
     if name == MODELSLIM:
-        from stemma.model.formats import modelslim
-
         described = description_file(path)
         assert described is not None
-        return modelslim.read_weights(tensors, read_json(described), dtype)
+        return _guest_reader(path, name)(tensors, read_json(described), dtype)
     from stemma.model.formats import awq, compressed_tensors, fp8, gptq, mxfp4
 
     readers = {
@@ -63,4 +76,17 @@ def read_quantized(
         "mxfp8": fp8.read_weights,
         "mxfp4": mxfp4.read_weights,
     }
-    return readers[name](tensors, quantization, dtype)
+    reader = readers[name] if name in readers else _guest_reader(path, name)
+    return reader(tensors, quantization, dtype)
+
+
+def _guest_reader(path: Path, name: str) -> FormatReader:
+    """Return the reader that a package brings.
+
+    Raises UnsupportedModel if none does, ConfigError if it can't be imported.
+    """
+    if (reader := guests.load(GROUP, name)) is None:
+        raise UnsupportedModel(
+            f"{path}: checkpoints of msModelSlim are read by {guests.to_install('stemma-mindie')}"
+        )
+    return cast(FormatReader, reader)

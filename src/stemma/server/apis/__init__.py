@@ -1,1 +1,1 @@
-"""One module or package per API that clients speak: OpenAI, Anthropic, TGI, vLLM, Triton, MindIE."""
+"""One module or package per API that clients speak: OpenAI, Anthropic, TGI, vLLM. Packages bring more."""

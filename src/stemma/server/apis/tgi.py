@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma import __version__
 from stemma.errors import InvalidRequest
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.logprobs import FLOOR, keep_best
@@ -72,6 +73,41 @@ async def generate_at_root(request: Request) -> Response:
     if body.stream:
         return await _generate_stream(request, body)
     return await _generate_whole(request, body, in_list=True)
+
+
+@router.get("/info", TENANT)
+async def info(request: Request) -> Response:
+    """The fields of TGI's `/info` that apply here."""
+    context = context_of(request)
+    settings, engine = context.settings, context.engine
+    scheduler, longest = settings.engine.scheduler, settings.requests.max_input_tokens
+    return json_response(
+        {
+            "docker_label": None,
+            "version": __version__,
+            "max_batch_total_tokens": scheduler.max_batch_tokens,
+            "max_best_of": scheduler.seats,
+            "max_concurrent_requests": scheduler.max_waiting + scheduler.seats,
+            "max_stop_sequences": None,
+            "max_waiting_tokens": None,
+            "sha": None,
+            "validation_workers": None,
+            "waiting_served_ratio": None,
+            "models": [
+                {
+                    "model_device_type": settings.engine.model.device,
+                    "model_dtype": settings.engine.model.dtype,
+                    "model_id": engine.model_name,
+                    "model_pipeline_tag": "text-generation",
+                    "model_sha": None,
+                    "max_total_tokens": engine.max_model_len,
+                }
+            ],
+            "model_id": engine.model_name,
+            "max_total_tokens": engine.max_model_len,
+            "max_input_length": min(longest or engine.max_model_len, engine.max_model_len - 1),
+        }
+    )
 
 
 async def _prepare(

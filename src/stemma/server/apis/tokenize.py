@@ -1,4 +1,4 @@
-"""The tokenizer over HTTP: ``/tokenize`` (vLLM's and TGI's), ``/detokenize``, MindIE's ``/v1/tokenizer``."""
+"""The tokenizer over HTTP: ``/tokenize`` (vLLM's and TGI's), ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -13,33 +13,23 @@ from stemma.model.vision.prompt import vocabulary_ids
 from stemma.server.door.answer_memory import ENTRY_BYTES, LISTED_ID_BYTES
 from stemma.server.door.entry import hold
 from stemma.server.door.ledger import Admission
-from stemma.server.errors import json_response, openai_error, tgi_error
+from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
 from stemma.server.routes import TENANT, Router
-from stemma.server.schemas.mindie import DetokenizeRequest, TokenizeRequest, TokenizerRequest
 from stemma.server.schemas.openai import ChatRequest
+from stemma.server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from stemma.server.turn.body import read_object, validate
 from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.models import check_model
 from stemma.server.turn.prompts import chat_prompt, check_length
 
 router = Router(openai_error)
-mindie_router = Router(tgi_error)
 
 
 @router.get("/version", TENANT)
 async def server_version(request: Request) -> Response:
     """The version of Stemma."""
     return json_response({"version": __version__})
-
-
-@mindie_router.post("/v1/tokenizer", TENANT, openapi_extra=takes(TokenizerRequest))
-async def mindie_tokenizer(request: Request) -> Response:
-    """Count the tokens of ``inputs`` and, with ``do_decode``, show them as text."""
-    body = validate(TokenizerRequest, await read_object(request))
-    ids = await _encode(request, body.inputs, "inputs", add_special_tokens=True)
-    tokens: list[Any] = await _texts(request, ids, "inputs") if body.do_decode else ids
-    return json_response({"token_number": len(ids), "tokens": tokens})
 
 
 @router.post("/tokenize", TENANT, openapi_extra=takes(TokenizeRequest))
@@ -57,14 +47,14 @@ async def tokenize(request: Request) -> Response:
 async def _tokenized(request: Request, body: TokenizeRequest, raw: dict[str, Any]) -> Any:
     context, special = context_of(request), body.add_special_tokens is not False
     if body.inputs is not None:
-        ids = await _encode(request, body.inputs, "inputs", add_special_tokens=special)
-        return _tgi_tokens(ids, await _texts(request, ids, "inputs"))
+        ids = await encoded(request, body.inputs, "inputs", add_special_tokens=special)
+        return _tgi_tokens(ids, await token_texts(request, ids, "inputs"))
     if body.prompt is not None:
-        ids = await _encode(request, body.prompt, "prompt", add_special_tokens=special)
+        ids = await encoded(request, body.prompt, "prompt", add_special_tokens=special)
     else:
         prompt = await chat_prompt(context.intake, _as_chat(context, raw))
         ids = vocabulary_ids(prompt.token_ids, prompt.images).tolist()
-    texts = await _texts(request, ids, "return_token_strs") if body.return_token_strs else None
+    texts = await token_texts(request, ids, "return_token_strs") if body.return_token_strs else None
     return {
         "count": len(ids),
         "max_model_len": context.engine.max_model_len,
@@ -91,7 +81,7 @@ async def detokenize(request: Request) -> Response:
     return json_response({"prompt": text})
 
 
-async def _encode(request: Request, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+async def encoded(request: Request, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
     """Return the ids of a text: as many as it has bytes, at most."""
     context = context_of(request)
     check_length(context.intake, len(text), param)
@@ -109,7 +99,7 @@ def _as_chat(context: ApiContext, raw: dict[str, Any]) -> ChatRequest:
     return validate(ChatRequest, {"model": context.engine.model_name, **raw})
 
 
-async def _texts(request: Request, ids: list[int], param: str) -> list[str]:
+async def token_texts(request: Request, ids: list[int], param: str) -> list[str]:
     """Return the text of each token; off the event loop, as a prompt may have a million of them."""
     context = context_of(request)
     hold(request, param, ENTRY_BYTES * len(ids))

@@ -1,1 +1,1 @@
-"""The operator's plane: health, metrics, explanations, the cache, MindIE's management."""
+"""The operator's plane: health, metrics, explanations, the cache."""

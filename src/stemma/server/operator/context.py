@@ -13,15 +13,15 @@ from stemma.errors import ConfigError
 from stemma.server.door.access import Access
 from stemma.server.door.ledger import Admission
 from stemma.server.door.published import PublishedPrefixes
+from stemma.server.guest_apis import check_dialect, guest_apis
 from stemma.server.history.parts import WrittenHistory
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.instruments import Instruments
 from stemma.server.observe.metric_aliases import AliasNames
-from stemma.server.observe.mindie_metrics import MINDIE_NAMES
 from stemma.server.observe.vllm_metrics import VLLM_NAMES
 from stemma.server.turn.intake import Intake
 
-ALIASES = {"vllm": VLLM_NAMES, "mindie": MINDIE_NAMES}
+_OWN_ALIASES = {"vllm": VLLM_NAMES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,18 @@ def context_of(request: Request) -> OperatorContext:
 
 
 def alias_names(settings: Settings) -> list[AliasNames]:
-    """Return whose names `/metrics` shows beside ours. Raises ConfigError for one that nobody knows."""
+    """Return whose names `/metrics` shows beside ours.
+
+    Raises ConfigError for one that nobody knows, or that a package knows which isn't installed.
+    """
+    guests = {name: api.metric_names for name, api in guest_apis().items() if api.metric_names is not None}
+    known = guests | _OWN_ALIASES
     wanted = dict.fromkeys(name for name in settings.server.metric_aliases if name != "none")
-    if settings.requests.dialect == "mindie":
-        wanted["mindie"] = None
     for name in wanted:
-        if name not in ALIASES:
-            raise ConfigError(f"metric_aliases: {name!r} is none of {', '.join(ALIASES)}, none")
-    return [ALIASES[name] for name in wanted]
+        check_dialect("metric_aliases", name)
+        if name not in known:
+            raise ConfigError(f"metric_aliases: {name!r} is none of {', '.join(known)}, none")
+    check_dialect("dialect", dialect := settings.requests.dialect)
+    if dialect in guests:
+        wanted[dialect] = None
+    return [known[name] for name in wanted]

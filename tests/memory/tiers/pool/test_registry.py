@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from stemma import guests
 from stemma.errors import ConfigError
-from stemma.memory.tiers.pool import registry
 from stemma.memory.tiers.pool.backend import PoolBackend
 from stemma.memory.tiers.pool.registry import known_pools, open_pool_backend, read_pool_config
 from stemma.memory.tiers.pool.shared_directory import DirectoryPool
@@ -31,7 +31,7 @@ def test_an_entry_point_adds_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     def entry_points(*, group: str, name: str | None = None) -> list[EntryPoint]:
         return [point] if group == "stemma.pools" and name in (None, "mine") else []
 
-    monkeypatch.setattr(registry, "entry_points", entry_points)
+    monkeypatch.setattr(guests, "entry_points", entry_points)
     assert known_pools() == ["directory", "mine", "mooncake", "redis"]
     assert isinstance(open_pool_backend("mine", {}), DirectoryPool)
 

@@ -24,4 +24,8 @@ COMMANDS = {
         "Compare eviction policies on traces; run the router before simulated servers.",
     ),
     "pool": ("stemma_lab.commands.pool:app", "Blocks shared by machines."),
+    "bench": (
+        "stemma_lab.commands.bench:command",
+        "Measure a server: first token, tokens per second, and how much of the prompts came from its cache.",
+    ),
 }

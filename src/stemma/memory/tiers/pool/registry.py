@@ -13,12 +13,12 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Self, TypeAlias, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from stemma import guests
 from stemma.errors import ConfigError
 from stemma.memory.tiers.pool.backend import PoolBackend
 
@@ -38,7 +38,7 @@ _BUILT_IN = {
 
 def known_pools() -> list[str]:
     """Return every name that `open_pool_backend` takes, sorted."""
-    return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=GROUP))})
+    return sorted({*_BUILT_IN, *guests.names(GROUP)})
 
 
 def open_pool_backend(name: str, config: Mapping[str, Any]) -> PoolBackend:
@@ -53,8 +53,8 @@ def open_pool_backend(name: str, config: Mapping[str, Any]) -> PoolBackend:
 def _factory(name: str) -> OpenBackend:
     if name in _BUILT_IN:
         return cast(OpenBackend, import_module(_BUILT_IN[name]).open_backend)
-    for point in entry_points(group=GROUP, name=name):
-        return cast(OpenBackend, point.load())
+    if (opens := guests.load(GROUP, name)) is not None:
+        return cast(OpenBackend, opens)
     raise ConfigError(f"no pool is called {name!r}; known: {', '.join(known_pools())}")
 
 

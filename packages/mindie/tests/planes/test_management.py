@@ -7,11 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_process import scripted_server
 
 from stemma.config.settings import Settings
 from stemma.server.app import create_app
-from tests.server.scripted_engine import ScriptedEngine
-from tests.server.scripted_process import scripted_server
 
 
 @pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/v2/models/scripted/ready"])
@@ -49,7 +49,6 @@ async def test_a_full_queue_is_alive_but_not_ready(engine: ScriptedEngine, setti
         ("/health/timedx", 422),
         ("/v2/models/other/ready", 404),
         ("/v2/models/other/getSlotCount", 404),
-        ("/info", 200),
         ("/v1/config", 200),
         ("/v1/status", 200),
         ("/v2/status", 200),

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import httpx
 
-from stemma.cli.bench.workloads import Session
 from stemma.cli.client import RequestFailed, StreamedAnswer, TokenCounter, stream_answer
+from stemma_lab.measure.workloads import Session
 
 Endpoint = Literal["chat", "completions"]
 _PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}

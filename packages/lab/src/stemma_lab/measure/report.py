@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from stemma.cli.bench.driver import Record
 from stemma.cli.client import StreamedAnswer
+from stemma_lab.measure.driver import Record
 
 
 @dataclass(frozen=True, slots=True)

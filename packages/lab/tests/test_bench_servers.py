@@ -1,18 +1,22 @@
+"""`stemma bench` against a scripted engine."""
+
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from tests.cli.terminal import terminal
+from tests.server.scripted_engine import ScriptedEngine
 from typer.testing import CliRunner, Result
 
 from stemma.cli import make_app
-from stemma.cli.bench.driver import Record
-from stemma.cli.bench.report import summarize
 from stemma.cli.client import StreamedAnswer
-from tests.server.scripted_engine import ScriptedEngine
+from stemma_lab.measure.driver import Record
+from stemma_lab.measure.report import summarize
 
 
 def bench(*arguments: Any) -> Result:
@@ -98,3 +102,13 @@ def test_summary_of_a_server_that_says_nothing() -> None:
 
     assert summary.cached_share is None
     assert summary.tpot_ms is None
+
+
+def test_a_bench_that_is_interrupted_shows_what_it_has(live_url: str) -> None:
+    with terminal(["bench", live_url, "-n", "2000", "-c", "1", "--input-tokens", "5"]) as bench:
+        bench.wait_for("/2000")
+        time.sleep(1.0)
+        bench.type("\x03")
+        bench.wait_for("interrupted after")
+        bench.wait_for("prompt tokens from cache")
+        assert bench.wait(20) == 130

@@ -1,4 +1,4 @@
-"""The command itself: options, progress bar, tables, JSON."""
+"""``stemma bench``: drive any OpenAI-compatible server and measure it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from stemma.cli.bench.driver import DEFAULT_CONCURRENCY, Endpoint, LoadOptions, Record, drive, negotiate
-from stemma.cli.bench.report import Summary, as_json, summarize, times_table, totals_table
-from stemma.cli.bench.workloads import Session, WorkloadName, WorkloadOptions, build
 from stemma.cli.client import RequestFailed, TokenCounter, first_model, make_http
 from stemma.cli.json_file import write_json
+from stemma_lab.measure.driver import DEFAULT_CONCURRENCY, Endpoint, LoadOptions, Record, drive, negotiate
+from stemma_lab.measure.report import Summary, as_json, summarize, times_table, totals_table
+from stemma_lab.measure.workloads import Session, WorkloadName, WorkloadOptions, build
 
 EXIT_INTERRUPTED = 130
 """Exit status that shells report for Ctrl-C."""

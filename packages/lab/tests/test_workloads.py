@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from stemma.cli.bench.workloads import WORKLOADS, Session, WorkloadOptions, build
 from stemma.errors import ConfigError
+from stemma_lab.measure.workloads import WORKLOADS, Session, WorkloadOptions, build
 
 
 def count_words(text: str) -> int:

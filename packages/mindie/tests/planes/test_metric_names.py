@@ -5,12 +5,11 @@ from __future__ import annotations
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.server.documented import undocumented_metrics
+from tests.server.scripted_engine import ScriptedEngine
 
 from stemma.config.settings import RequestSettings, Settings
-from stemma.engine.api import EngineStats
 from stemma.server.app import create_app
-from stemma.server.observe.metrics import Throughput
-from tests.server.scripted_engine import ScriptedEngine
 
 
 async def test_names_and_values(engine: ScriptedEngine, settings: Settings) -> None:
@@ -38,26 +37,9 @@ async def test_names_and_values(engine: ScriptedEngine, settings: Settings) -> N
     assert samples["e2e_request_latency_seconds_count"] == 1
 
 
+async def test_every_name_is_documented(engine: ScriptedEngine, settings: Settings) -> None:
+    assert await undocumented_metrics(engine, settings, "mindie") == set()
+
+
 async def test_other_servers_have_their_own_names_only(client: httpx.AsyncClient) -> None:
     assert "npu_prefix_cache_hit_rate" not in (await client.get("/metrics")).text
-
-
-def test_throughput_is_that_since_the_last_look() -> None:
-    now = 100.0
-    throughput = Throughput(lambda: now)
-
-    def rates(prompt: int, generated: int) -> tuple[float, float]:
-        stats = EngineStats.__new__(EngineStats)
-        object.__setattr__(stats, "num_prompt_tokens", prompt)
-        object.__setattr__(stats, "num_generated_tokens", generated)
-        return throughput.rates(stats)
-
-    assert rates(5, 0) == (0.0, 0.0)
-    now = 102.0
-    assert rates(200, 20) == (100.0, 10.0)
-    now = 102.5
-    assert rates(200, 20) == (80.0, 8.0)  # too soon for a new span
-    now = 112.0
-    assert rates(300, 120) == (10.0, 10.0)
-    now = 113.0
-    assert rates(300, 120) == (0.0, 0.0)

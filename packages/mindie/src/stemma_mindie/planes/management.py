@@ -9,7 +9,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma import __version__
 from stemma.engine.api import EngineStats
 from stemma.errors import Forbidden, InvalidRequest, UnknownModel
 from stemma.server.errors import json_response, openai_error, tgi_error
@@ -126,41 +125,6 @@ def _available_blocks(stats: EngineStats) -> int:
     Blocks that running requests pin in the index are counted too: an upper bound.
     """
     return min(stats.num_blocks, stats.num_free_blocks + stats.num_cached_blocks)
-
-
-@router.get("/info", TENANT)
-async def info(request: Request) -> Response:
-    """The fields of TGI's `/info` that apply here."""
-    context = context_of(request)
-    settings, engine = context.settings, context.engine
-    scheduler, longest = settings.engine.scheduler, settings.requests.max_input_tokens
-    return json_response(
-        {
-            "docker_label": None,
-            "version": __version__,
-            "max_batch_total_tokens": scheduler.max_batch_tokens,
-            "max_best_of": scheduler.seats,
-            "max_concurrent_requests": scheduler.max_waiting + scheduler.seats,
-            "max_stop_sequences": None,
-            "max_waiting_tokens": None,
-            "sha": None,
-            "validation_workers": None,
-            "waiting_served_ratio": None,
-            "models": [
-                {
-                    "model_device_type": settings.engine.model.device,
-                    "model_dtype": settings.engine.model.dtype,
-                    "model_id": engine.model_name,
-                    "model_pipeline_tag": "text-generation",
-                    "model_sha": None,
-                    "max_total_tokens": engine.max_model_len,
-                }
-            ],
-            "model_id": engine.model_name,
-            "max_total_tokens": engine.max_model_len,
-            "max_input_length": min(longest or engine.max_model_len, engine.max_model_len - 1),
-        }
-    )
 
 
 @router.get("/v1/config", TENANT)

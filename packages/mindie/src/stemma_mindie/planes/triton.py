@@ -16,19 +16,11 @@ from stemma import __version__
 from stemma.errors import InvalidRequest, UnknownModel
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail, cached_header
-from stemma.server.apis.infer import one_sequence, token_prompt
-from stemma.server.apis.triton_binary import binary_outputs, infer_response, read_infer
 from stemma.server.door.access import BYTES_TYPE, JSON_TYPE, owner_of
 from stemma.server.errors import json_response, tgi_error
 from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
-from stemma.server.schemas.mindie import (
-    InferParameters,
-    TritonGenerateRequest,
-    TritonInferRequest,
-    TritonStopRequest,
-)
 from stemma.server.transport.sse import EventStream, event, told_as
 from stemma.server.turn.body import read_object, validate
 from stemma.server.turn.build import Turn
@@ -36,7 +28,15 @@ from stemma.server.turn.context import ApiContext, context_of
 from stemma.server.turn.models import served_names
 from stemma.server.turn.outputs import stream_header
 from stemma.server.turn.prompts import last_tokens, text_prompt
-from stemma.server.turn.timed import TimedResult, TimedRun, run_timed, start_timed
+from stemma_mindie.planes.infer import one_sequence, token_prompt
+from stemma_mindie.planes.schemas import (
+    InferParameters,
+    TritonGenerateRequest,
+    TritonInferRequest,
+    TritonStopRequest,
+)
+from stemma_mindie.planes.timed import TimedResult, TimedRun, run_timed, start_timed
+from stemma_mindie.planes.triton_binary import binary_outputs, infer_response, read_infer
 
 router = Router(tgi_error, prefix="/v2")
 PLATFORM = "stemma"

@@ -1,4 +1,4 @@
-"""Request bodies of MindIE's own API, of Triton's and of the tokenizer's endpoints."""
+"""Request bodies of MindIE's own API and of Triton's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from stemma.server.schemas.base import RequestModel
-from stemma.server.schemas.bounds import MAX_INT32, Messages, Name, TokenId
+from stemma.server.schemas.bounds import MAX_INT32, Name, TokenId
 from stemma.server.schemas.tgi import TGIParameters
 
 PromptIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -92,22 +92,3 @@ class TokenizerRequest(RequestModel):
     inputs: str
     do_decode: bool = True
     """Return the tokens as text."""
-
-
-class TokenizeRequest(RequestModel):
-    """Body of ``POST /tokenize``: vLLM's shape (`prompt` or `messages`) or TGI's (`inputs`)."""
-
-    model: Name | None = None
-    prompt: str | None = None
-    inputs: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
-
-
-class DetokenizeRequest(RequestModel):
-    """Body of vLLM's ``POST /detokenize``."""
-
-    model: Name | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-
 from tests.server.scripted_engine import ScriptedEngine
 
 

@@ -17,7 +17,6 @@ from stemma.server.errors import json_response, tgi_error
 from stemma.server.observe.collected import Collected
 from stemma.server.openapi import takes
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
-from stemma.server.schemas.mindie import InferParameters, InferRequest
 from stemma.server.transport.sse import EventStream, event, told_as
 from stemma.server.turn.body import read_object, validate
 from stemma.server.turn.build import Asked, Prompt, Turn
@@ -27,8 +26,9 @@ from stemma.server.turn.outputs import stream_header
 from stemma.server.turn.prompts import check_tokens, last_tokens, text_prompt
 from stemma.server.turn.run import new_request_id
 from stemma.server.turn.sampling import tgi_sampling
-from stemma.server.turn.timed import TimedResult, TimedRun, run_timed, start_timed
 from stemma.types import TokenArray, as_tokens
+from stemma_mindie.planes.schemas import InferParameters, InferRequest
+from stemma_mindie.planes.timed import TimedResult, TimedRun, run_timed, start_timed
 
 router = Router(tgi_error)
 

@@ -9,7 +9,6 @@ import httpx
 import numpy as np
 import orjson
 import pytest
-
 from tests.server.scripted_engine import ScriptedEngine
 
 MODEL = "/v2/models/scripted"

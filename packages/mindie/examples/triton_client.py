@@ -1,6 +1,6 @@
 """Triton's client: token ids in, token ids out, as MindIE serves it.
 
-pip install 'tritonclient[http]'; python examples/triton_client.py http://127.0.0.1:8000
+pip install 'tritonclient[http]'; python packages/mindie/examples/triton_client.py http://127.0.0.1:8000
 """
 
 import sys
