@@ -1,4 +1,4 @@
-"""docs/compatibility.md names every field that the schemas know, and every field of the official clients."""
+"""docs/project/compatibility.md names every field of the schemas, and every field of the official clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stemma.server.schemas.responses import ResponsesRequest
 from stemma.server.schemas.shared import StructuredOutputs
 from stemma.server.schemas.tgi import TGIParameters, TGIRequest, VLLMGenerateRequest
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "project" / "compatibility.md").read_text()
 SECTIONS: list[tuple[str, tuple[type[RequestModel], ...]]] = [
     ("OpenAI's chat and completions", (ChatRequest, CompletionRequest)),
     ("OpenAI's Responses API", (ResponsesRequest,)),
