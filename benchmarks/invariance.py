@@ -25,7 +25,7 @@ from rich.table import Table
 from stemma import LLM, SamplingParams
 from stemma.model.load.demo import demo_model
 
-TEXTS = tuple(sorted((Path(__file__).parent.parent / "docs").glob("*.md")))
+TEXTS = tuple(sorted((Path(__file__).parent.parent / "docs").glob("[!r]*/*.md")))
 PREFIX_TOKENS, OWN_TOKENS, NUM_SHARING = 400, 50, 5
 """A prompt: so many tokens that it shares with the others of its group, and so many of its own."""
 

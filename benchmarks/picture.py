@@ -1,6 +1,6 @@
-"""The picture of `docs/benchmarks.md`: ratios of one `benchmarks.versus --json FILE` run as an SVG.
+"""The picture of `docs/project/benchmarks.md`: ratios of one `benchmarks.versus --json FILE` run as an SVG.
 
-``python -m benchmarks.picture FILE docs/benchmarks.svg``
+``python -m benchmarks.picture FILE docs/project/benchmarks.svg``
 
 One bar a workload, Stemma's time over the peer's on a logarithmic axis, so that twice as fast and half as
 fast are equally far from the line of 1.

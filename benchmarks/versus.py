@@ -8,7 +8,7 @@ a machine which is faster at one minute than at the next is so for all of them. 
 one that spins while nobody asks it (AMD PACE) is stopped while others are measured.
 ``--rounds N`` repeats each workload with another cache salt, servers in the other order every other round,
 and takes medians, of ratios too. The run refuses to start on a busy machine, since a fraction of a core of
-foreign load changes the ratios. `docs/benchmarks.md` has the table and tells how to make the peers'
+foreign load changes the ratios. `docs/project/benchmarks.md` has the table and tells how to make the peers'
 environments.
 """
 

@@ -1,7 +1,7 @@
 """Each server's best configuration on CPU as found by measuring: command, environment, readiness.
 
-A peer lives in its own virtual environment (`docs/benchmarks.md` tells how to make it); its Python is passed
-in. Every server is started on a free loopback port, one at a time, and stopped by its own pid.
+A peer lives in its own virtual environment (`docs/project/benchmarks.md` tells how to make it); its Python is
+passed in. Every server is started on a free loopback port, one at a time, and stopped by its own pid.
 """
 
 from __future__ import annotations

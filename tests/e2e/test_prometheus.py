@@ -15,6 +15,7 @@ import httpx
 import pytest
 import yaml
 
+from reference_pages import metrics
 from stemma.server.door.keyfile import add_key
 from tests.e2e.conftest import start_server
 
@@ -186,8 +187,8 @@ def test_the_dashboard_keeps_grafanas_rules() -> None:
 
 
 def test_dashboard_and_rules_name_only_metrics_that_exist() -> None:
-    """Without Prometheus too: all are in docs/metrics.md, which a test compares with the server."""
-    documented = (MONITORING.parents[1] / "docs" / "metrics.md").read_text()
+    """Without Prometheus too: all are on the page of metrics, which is made from what servers tell."""
+    documented = metrics.page()
     texts = [expression for _, expression in expressions()]
     rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
     texts += [rule["expr"] for rule in rules]

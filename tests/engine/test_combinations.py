@@ -340,7 +340,7 @@ def test_quantized_weights_arent_quantized_again(tmp_path: Path) -> None:
 
 
 def test_the_document_has_every_refusal() -> None:
-    document = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "project" / "compatibility.md").read_text()
     for refused in REFUSED:
         values = {"role": "ROLE", "kv": "DTYPE", "layout": "nz", "quantize": "KIND"}
         values |= {"ranks": "RANKS", "block_size": "SIZE"}

@@ -1,4 +1,4 @@
-"""docs/compatibility.md names every field that the schemas know, and every field of the official clients."""
+"""docs/project/compatibility.md names every field of the schemas, and every field of the official clients."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ def test_certificates_start_at_the_installation_above_conf(tmp_path: Path) -> No
 
 
 def markdown_table() -> str:
-    """Return the table that docs/compatibility.md shows."""
+    """Return the table that docs/project/compatibility.md shows."""
     lines = ["| key | default | range | here | |", "|---|---|---|---|---|"]
     for row in key_rows():
         about = f"becomes {row.detail}" if row.does == WORKS else row.detail
@@ -354,7 +354,7 @@ def test_every_key_says_what_it_does_and_the_docs_list_it() -> None:
 
     assert len({row.name for row in rows}) == len(rows) > 115
     assert {row.does for row in rows} == {WORKS, NO_EFFECT}
-    assert markdown_table() in (DOCS / "compatibility.md").read_text(encoding="utf-8")
+    assert markdown_table() in (DOCS / "project" / "compatibility.md").read_text(encoding="utf-8")
 
 
 def test_what_keys_become_are_settings_and_every_setting_comes_from_such_a_key(tmp_path: Path) -> None:

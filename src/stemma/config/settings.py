@@ -43,6 +43,7 @@ class ModelSettings(SettingsModel):
     """Which checkpoint to load, and how."""
 
     path: Path
+    """A checkpoint's directory, a .gguf file, a name on the Hugging Face hub, or `demo`."""
     served_name: str | None = None
     """Name in the API; default: the name of the directory, of the GGUF file, or the one on the hub."""
     revision: str | None = None
@@ -142,7 +143,7 @@ class CacheSettings(SettingsModel):
     """Append each finished request to this file, as salted hashes without text, for `stemma replay`."""
     kv_events: str | None = None
     """ZMQ address where stored and evicted blocks are published, as by vLLM: ``tcp://127.0.0.1:5557``. Events
-    hold the prompts' token ids (docs/cluster.md)."""
+    hold the prompts' token ids (docs/how-to/fleet.md)."""
     kv_events_replay: str | None = None
     """ZMQ address where subscribers ask for events they missed."""
     kv_events_topic: str = ""
@@ -158,7 +159,7 @@ class CacheSettings(SettingsModel):
 
 
 class TierSettings(SettingsModel):
-    """The tiers below the device, on this machine (docs/tiers.md)."""
+    """The tiers below the device, on this machine (docs/how-to/tiers.md)."""
 
     host_cache: ByteSize | None = None
     """DRAM for blocks that left the device, allocated at the start."""
@@ -251,7 +252,7 @@ class SpeculationSettings(SettingsModel):
 
 
 class ParallelSettings(SettingsModel):
-    """One model on several processes of this machine (docs/cluster.md)."""
+    """One model on several processes of this machine (docs/how-to/ranks.md)."""
 
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Ranks: processes that each hold a part of every layer and of every block's KV."""
@@ -277,7 +278,7 @@ class ParallelSettings(SettingsModel):
 
 
 class LoraSettings(SettingsModel):
-    """Adapters (LoRA) served beside the model (docs/lora.md)."""
+    """Adapters (LoRA) served beside the model (docs/how-to/adapters.md)."""
 
     adapters: NamedPaths = {}
     """Adapters loaded at the start, by the name that requests select them with: ``NAME=DIR``."""
@@ -317,7 +318,7 @@ class ServerSettings(SettingsModel):
     """File of hashed API keys, each of a tenant with limits of its own (`stemma keys`), instead of `api_key`.
     Read again when it changes."""
     admin_key: Key | None = Field(default=None, repr=False)
-    """Bearer token of `/admin`. Without one, only this machine has access (docs/serving.md)."""
+    """Bearer token of `/admin`. Without one, only this machine has access (docs/how-to/server.md)."""
     admin_key_file: Path | None = None
     """File that holds the admin key, instead of `admin_key`."""
     trust_imports: bool = False
@@ -345,7 +346,7 @@ class ServerSettings(SettingsModel):
     """Whether responses count cached tokens exactly, or rounded down to whole blocks."""
     exact_history: Literal["on", "off"] = "on"
     """Give an answer that a conversation brings back the token ids that were generated, instead of tokenizing
-    its text again (docs/serving.md). A request says otherwise with `exact_history`."""
+    its text again (docs/how-to/requests.md). A request says otherwise with `exact_history`."""
     history_memory: ByteSize = 32 * 2**20
     """Memory of the answers that `exact_history` keeps, and limit of their file in `disk_cache`."""
     prepare_turns: Literal["on", "off"] = "on"
@@ -361,8 +362,8 @@ class ServerSettings(SettingsModel):
     trust_request_chat_template: bool = False
     """Render chat templates sent in requests, in a separate process."""
     tool_parser: str = "auto"
-    """How the model writes tool calls: a format of docs/compatibility.md by name, or `off`; `auto`: as its
-    chat template does."""
+    """How the model writes tool calls: a format of docs/project/compatibility.md by name, or `off`;
+    `auto`: as its chat template does."""
     reasoning_parser: str = "auto"
     """How the model writes its thinking: a format by name, `on` (the template's, else ``<think>``), or `off`;
     `auto`: as its chat template does."""

@@ -1,8 +1,8 @@
 """Which settings don't work together: one table, read before anything is loaded.
 
-`docs/compatibility.md` shows it with the messages; `tests/engine/test_combinations.py` tries its cells. What
-only the checkpoint can show (an adapter for other layers, an architecture whose state can't be cached) is
-refused where it is read, by name.
+`docs/project/compatibility.md` shows it with the messages; `tests/engine/test_combinations.py` tries its
+cells. What only the checkpoint can show (an adapter for other layers, an architecture whose state can't be
+cached) is refused where it is read, by name.
 """
 
 from __future__ import annotations

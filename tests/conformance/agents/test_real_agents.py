@@ -1,6 +1,6 @@
 """Real agents edit a file in ten turns; each turn, the next session and a restarted server compute little.
 
-`make agents` installs them and runs this. ``AGENTS_TABLE=FILE`` appends a row for docs/agents.md;
+`make agents` installs them and runs this. ``AGENTS_TABLE=FILE`` appends a row for docs/how-to/agents.md;
 ``AGENTS_RECORD=1`` writes tests/recordings anew.
 """
 
@@ -81,7 +81,7 @@ def note(name: str, agent: Agent, sessions: Sequence[Session], held: Sequence[Se
 
 
 def row(name: str, agent: Agent, sessions: Sequence[Session], held: Sequence[Sequence[Computed]]) -> str:
-    """Return a row of the table in docs/agents.md."""
+    """Return a row of the table in docs/how-to/agents.md."""
     num_refused = sum(len(session.refused) for session in sessions)
     places = [held[0][0], held[0][1], held[0][4], held[0][9], held[1][0], held[2][0]]
     cells = [f"{one.num_computed:,} of {one.num_prompt:,}" for one in places]

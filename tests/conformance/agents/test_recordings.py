@@ -1,6 +1,6 @@
 """What agents sent, again before the templates of model families: nothing is refused, prompts share much.
 
-The engine is scripted; parsing, rendering and tokenizing are the server's. See docs/agents.md.
+The engine is scripted; parsing, rendering and tokenizing are the server's. See docs/how-to/agents.md.
 """
 
 from __future__ import annotations

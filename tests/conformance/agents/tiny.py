@@ -26,7 +26,7 @@ def train_tokenizer(vocab_size: int = 4096) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    pages = [file.read_text() for file in sorted((ROOT / "docs").glob("*.md"))]
+    pages = [file.read_text() for file in sorted((ROOT / "docs").glob("[!r]*/*.md"))]
     tokenizer.train_from_iterator(pages, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

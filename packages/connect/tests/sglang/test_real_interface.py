@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def test_sglang_stores_and_reads_pages(tmp_path: Path):
     python = Path(os.environ.get("STEMMA_SGLANG_PYTHON", "/nowhere"))
     if not python.exists():
-        pytest.skip("STEMMA_SGLANG_PYTHON names no interpreter that has sglang (docs/connectors.md)")
+        pytest.skip("STEMMA_SGLANG_PYTHON names no interpreter that has sglang (docs/how-to/connectors.md)")
     checkpoint = build("llama", tmp_path / "model")
     script = Path(__file__).with_name("run_in_sglang.py")
     root = Path(__file__).parents[4]

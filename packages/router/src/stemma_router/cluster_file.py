@@ -1,4 +1,4 @@
-"""The cluster file: several engines of one model, started together (docs/cluster.md).
+"""The cluster file: several engines of one model, started together (docs/how-to/fleet.md).
 
 YAML. `settings` is what a server's own file would hold (`loading.py`), for every engine; unknown keys are
 errors everywhere.

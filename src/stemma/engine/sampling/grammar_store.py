@@ -2,7 +2,7 @@
 
 What a grammar holds is mostly its lexer's states. llguidance makes them while masks are computed, shares
 them between the sequences of a grammar and doesn't tell their number. So they are estimated from the time
-that slow masks took: making states is what makes a mask slow (docs/decisions.md has the measurement).
+that slow masks took: making states is what makes a mask slow (docs/project/decisions.md has the measurement).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _MAX_BLOCKS = 1 << 19
 """Records of their last prompts together, 4 bytes each."""
 RESERVED_BYTES = 4 * _MAX_BLOCKS + 400 * _MAX_SESSIONS
 _SURE = 2.0
-"""Factors nearer to 1 count as 1: where names tell nothing, they were .83 to .99 (docs/log.md)."""
+"""Factors nearer to 1 count as 1: where names tell nothing, they were .83 to .99 (docs/project/log.md)."""
 _SAMPLED = 8
 """One left block in so many is judged."""
 _SAMPLE_SHIFT = np.uint64(61)

@@ -29,7 +29,7 @@ Int32 = npt.NDArray[np.int32]
 
 _TARGET_BLOCKS = 1024
 """A shadow holds fewer blocks, but at least half as many. A smaller cache of half as many blocks leaves
-out every second one too, since shadows cost most for each block there (docs/eviction.md)."""
+out every second one too, since shadows cost most for each block there (docs/explanation/eviction.md)."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _SLACK = 32
 """Both shadows evict once they hold a 32nd too much: ranks are computed for many blocks at once."""

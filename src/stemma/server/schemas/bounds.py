@@ -1,4 +1,4 @@
-"""Bounds of everything that a client sends: one name and one place per kind (table in docs/serving.md).
+"""Bounds of everything that a client sends: one name and one place per kind (docs/reference/http.md).
 
 What has no bound here is bounded by the body: its bytes (`--max-body-bytes`) and the number and depth of its
 JSON values (`json_input.py`).

@@ -1,6 +1,6 @@
 """SGLang's pages on our disk and pool tiers: `StemmaStorage`, a storage backend of HiCache.
 
-SGLang keeps device and host itself; what leaves its host tier comes here (docs/connectors.md).
+SGLang keeps device and host itself; what leaves its host tier comes here (docs/how-to/connectors.md).
 """
 
 from __future__ import annotations

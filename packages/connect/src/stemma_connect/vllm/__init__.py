@@ -1,4 +1,4 @@
-"""vLLM's blocks in our tiers: `StemmaConnector`, a KV connector of vLLM (docs/connectors.md).
+"""vLLM's blocks in our tiers: `StemmaConnector`, a KV connector of vLLM (docs/how-to/connectors.md).
 
 Life of a block: vLLM's scheduler asks `SchedulerSide` how much of a prompt the tiers have; that asks the
 worker process through `lookup.py`, since the tiers live there. vLLM then allocates blocks, `WorkerSide` loads

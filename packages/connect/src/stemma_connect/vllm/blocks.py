@@ -26,8 +26,8 @@ _PARALLEL_BYTES = 4 * 2**20
 class VllmBlocks(BlockCopy):
     """The `BlockCopy` over vLLM's tensors. On CPU a copy is one native call for all layers and blocks.
 
-    A memcpy per layer and block from Python takes twice as long: each is some 64 kB (docs/log.md). CUDA has
-    never run.
+    A memcpy per layer and block from Python takes twice as long: each is some 64 kB (docs/project/log.md).
+    CUDA has never run.
     """
 
     def __init__(self, caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:

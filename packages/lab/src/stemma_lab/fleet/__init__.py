@@ -1,1 +1,1 @@
-"""A fleet of simulated servers behind the real router, in virtual time (docs/cluster.md, Simulation)."""
+"""A fleet of simulated servers behind the real router, in virtual time (docs/how-to/fleet.md)."""

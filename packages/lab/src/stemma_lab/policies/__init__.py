@@ -1,1 +1,1 @@
-"""Eviction policies to compare with: on recorded chats `hazard` beats them all (docs/eviction.md)."""
+"""Eviction policies to compare with: on chats `hazard` beats them all (docs/explanation/eviction.md)."""

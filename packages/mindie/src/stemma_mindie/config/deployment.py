@@ -85,7 +85,7 @@ def _check_one_server(file: MindIEFile, model: ModelConfig) -> None:
             "multiNodesInferEnabled",
             "multiNodesInferEnabled: one model isn't spread over machines here. Start a server on each from "
             "a file with multiNodesInferEnabled false and sizes for its own devices, and before them "
-            "`stemma route URL URL ...`, or one cluster of replicas (docs/cluster.md)",
+            "`stemma route URL URL ...`, or one cluster of replicas (docs/how-to/fleet.md)",
         )
     if file.config.server.infer_mode == "dmi":
         pool = backend.kv_pool_config
@@ -98,7 +98,7 @@ def _check_one_server(file: MindIEFile, model: ModelConfig) -> None:
                 file,
                 key,
                 f"{key} {count} of several ranks each: start {count} servers from files with {key} 1 and "
-                "ports of their own, and before them `stemma route URL URL ...` (docs/cluster.md)",
+                "ports of their own, and before them `stemma route URL URL ...` (docs/how-to/fleet.md)",
             )
         if count > 1:
             cluster = {**_settings(file, model), "replicas": {"count": count}}
@@ -126,7 +126,7 @@ def _instead(file: MindIEFile, key: str, what: str, cluster: dict[str, Any], com
         file,
         key,
         f"{what}, which is a cluster. Write cluster.yaml, and into its `settings` what else this file sets "
-        f"(docs/cluster.md); start it with `stemma cluster {command} cluster.yaml`:\n{text}",
+        f"(docs/how-to/fleet.md); start it with `stemma cluster {command} cluster.yaml`:\n{text}",
     )
 
 

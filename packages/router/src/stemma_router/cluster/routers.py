@@ -30,11 +30,11 @@ from stemma_router.cluster.rendezvous import OVERLOADED_BY, rendezvous_order
 _MISS_WEIGHT = 8
 """A token computed where another replica has it is stored twice, and evicts one that would have been reused.
 With 1, four replicas lose 6.6 points of hits to one of the same memory, on Mooncake's conversations; with 8,
-1.3 points. Above 8 the longest waits grow (docs/cluster.md)."""
+1.3 points. Above 8 the longest waits grow (docs/how-to/fleet.md)."""
 _PRESSURE_WEIGHT = 5.0
 """Added cost of a token computed on a replica, for each time that it lately computed, beyond the mean of all,
 what a cache holds: it evicts one there sooner. Without it, six beginnings of prompts stay on four replicas as
-two, two, one and one, and half of the memory holds a third of the conversations (docs/log.md)."""
+two, two, one and one, and half of the memory holds a third of the conversations (docs/project/log.md)."""
 _AFFINITY_IMBALANCE = 8
 _AFFINITY_MATCH = 0.1
 _AFFINITY_BLOCKS = 400_000

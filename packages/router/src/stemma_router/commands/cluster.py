@@ -1,4 +1,4 @@
-"""`stemma cluster`: several engines of one model, started from one file (docs/cluster.md)."""
+"""`stemma cluster`: several engines of one model, started from one file (docs/how-to/fleet.md)."""
 
 from __future__ import annotations
 

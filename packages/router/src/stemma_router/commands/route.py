@@ -37,7 +37,7 @@ def command(
     decode: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="Decode server; may be repeated.")
     ] = None,
-    router: Annotated[str, typer.Option(help="How a server is chosen (docs/cluster.md).")] = "cache-aware",
+    router: Annotated[str, typer.Option(help="How a server is chosen: docs/how-to/fleet.md")] = "cache-aware",
     tokenizer: Annotated[
         Path | None, typer.Option(help="Checkpoint of the served model; default: ask the servers.")
     ] = None,

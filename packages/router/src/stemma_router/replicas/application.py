@@ -48,7 +48,7 @@ def check_cluster(cluster: ClusterFile) -> ClusterFile:
     }
     for name, is_given in refused.items():
         if is_given:
-            raise ConfigError(f"replicas can't have the setting {name}: docs/cluster.md says what they share")
+            raise ConfigError(f"replicas can't have the setting {name}: docs/how-to/fleet.md, Replicas")
     Access(settings.server)
     engine = with_checkpoint(engine)
     if engine.model.num_threads is None:

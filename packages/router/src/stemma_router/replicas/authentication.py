@@ -11,7 +11,7 @@ _ANY_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 """A method of Ray's control service that changes nothing."""
 _HOW = (
     "start every node with RAY_AUTH_MODE=token and the same token (`ray get-auth-token --generate`; with "
-    "KubeRay authOptions: {mode: token}), or give --insecure on a network of your own: docs/cluster.md"
+    "KubeRay authOptions: {mode: token}), or give --insecure on a network of your own: docs/how-to/fleet.md"
 )
 
 

@@ -16,7 +16,7 @@ offset  bytes  field
 56      8      XXH3-64 of the 56 bytes before
 ======  =====  ==========================================================
 
-XXH3 finds accidents, not attackers: whoever can write to a pool is trusted (docs/tiers.md).
+XXH3 finds accidents, not attackers: whoever can write to a pool is trusted (docs/how-to/tiers.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pool on Mooncake Store: DRAM of many machines under one master, over TCP or RDMA.
 
 Configured by the same ``mooncake.json`` that MindIE, vLLM and SGLang read. What the client does when things
-break was measured (docs/log.md) and shapes this file:
+break was measured (docs/project/log.md) and shapes this file:
 
 * Every negative code is a miss of some kind; ``-900`` for all keys means that the master is gone.
 * When the client that held a value dies, the master still lists its copy for about 12 s. A get then fails

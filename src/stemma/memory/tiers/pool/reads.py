@@ -6,7 +6,7 @@ loan is freed. If the destination is in registered memory the block is read in p
 for until it ends.
 
 One batch at a time: Mooncake's client spins while it waits, so a second concurrent batch slows the first
-(docs/log.md). Callers that want more overlap call from several threads.
+(docs/project/log.md). Callers that want more overlap call from several threads.
 """
 
 from __future__ import annotations

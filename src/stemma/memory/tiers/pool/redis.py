@@ -2,7 +2,7 @@
 
 Set ``maxmemory`` and ``maxmemory-policy allkeys-lru`` on the server: it then evicts by itself. Under
 ``noeviction`` a full server answers OOM, which is NO_SPACE here. The server's single thread copies each value
-several times: on 2 cores its throughput was two thirds of Mooncake's over TCP (docs/log.md).
+several times: on 2 cores its throughput was two thirds of Mooncake's over TCP (docs/project/log.md).
 """
 
 from __future__ import annotations
