@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from reference_pages import commands, metrics, python_api, routes, settings
+from reference_pages import commands, metrics, mindie_keys, python_api, routes, settings
 from reference_pages.copied import COPIED, copy_of
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -14,6 +14,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/cli.md": commands.page,
     "reference/http.md": routes.page,
     "reference/metrics.md": metrics.page,
+    "reference/mindie-config.md": mindie_keys.page,
     "reference/python.md": python_api.page,
     **{place: partial(copy_of, source) for place, source in COPIED.items()},
 }
