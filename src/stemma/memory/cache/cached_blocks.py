@@ -260,6 +260,7 @@ class CachedBlocks:
                     num_tokens,
                     lease.hint(i),
                     "" if i < lease.roots.num_public else owner_tag(lease.namespace.owner),
+                    lease.session_of(i),
                 ),
                 # A public head has a chain of its own: it may be evicted before what follows it.
                 None if i in (0, lease.roots.num_public) else int(canonical[i - 1]),

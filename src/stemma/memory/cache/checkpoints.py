@@ -346,6 +346,7 @@ class Checkpoints:
             lease.hint(block),
             owner="" if is_public else lease.namespace.owner,
             session=0 if is_public else lease.session,
+            came_from=0 if lease.session else lease.session_of(block),
             after=-1 if after is None else after.number,
         )
 
@@ -363,6 +364,6 @@ class Checkpoints:
         block, size = position // self._block_size - 1, self._block_size
         owner = "" if block < lease.roots.num_public else owner_tag(lease.namespace.owner)
         return tuple(
-            DeviceBlock(block_id, piece, parent, size, lease.hint(block), owner)
+            DeviceBlock(block_id, piece, parent, size, lease.hint(block), owner, lease.session_of(block))
             for block_id, (piece, parent) in zip(self.pieces.blocks_of(state, pages), chain, strict=True)
         )
