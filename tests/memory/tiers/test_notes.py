@@ -145,13 +145,14 @@ def test_prefetched_blocks_bring_them_to_the_host_tier(tmp_path: Path) -> None:
         assert writer.drain(TIMEOUT_S)
         writer.close()
         transfer = rig.open(rig.host(8), below(), ask_always=True)
-        ahead = transfer.prefetch(ROOT, keys(blocks))
+        wanted = [block.key for block in blocks]
+        ahead = transfer.prefetch(ROOT, wanted)
         assert ahead is not None
         ahead.probe.result(TIMEOUT_S)
         host = transfer.stores[0]
-        while not all(host.exists_many(keys(blocks))):
+        while not all(host.exists_many(wanted)):
             pass
-        assert host.notes_many(keys(blocks)) == [note] * 3
+        assert host.notes_many(wanted) == [note] * 3
         transfer.close()
 
 
@@ -179,7 +180,7 @@ def test_a_record_without_a_session_is_that_of_the_version_before() -> None:
 def test_blocks_go_down_again_as_those_of_the_session_that_left_them() -> None:
     """Whoever loads them; what somebody else computes behind is his."""
     tiers = DictTiers()
-    came_with = {}
+    came_with: dict[BlockKey, BlockNotes] = {}
     tiers.notes = lambda keys: [came_with.get(key, NO_NOTES) for key in keys]  # type: ignore[method-assign]
     cache = make_cache(4, 4, lower=tiers)
     tiers.buffer = buffer_of(cache)

@@ -269,7 +269,7 @@ class Checkpoints:
         oldest = None if self.kv is None else self.kv.oldest()
         if oldest is None or self.kv is None:
             return False
-        if before is not None and self._turn(self._kept[before]) < oldest:
+        if before is not None and self._goes_before(self._kept[before], oldest):
             return False
         return self.kv.evict(min(num_blocks, _MOST_AT_ONCE)) > 0
 
@@ -284,8 +284,9 @@ class Checkpoints:
     def _can_empty(self) -> bool:
         return self.kv is not None and self.places.slabs.can_empty(self.kv.present())
 
-    def _turn(self, one: Checkpoint) -> Turn:
-        return turn_of(one.hint, one.used_at, self._clock())
+    def _goes_before(self, one: Checkpoint, oldest: Turn) -> bool:
+        """Whether it is a checkpoint's turn before that of KV."""
+        return turn_of(one.hint, one.used_at, self._clock()) < oldest
 
     def held(self, one: Checkpoint, slots: Slots) -> Sequence[int]:
         """Return the places of a kind that a checkpoint holds."""
