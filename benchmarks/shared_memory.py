@@ -4,13 +4,14 @@
 
 A trace (any that `stemma replay` reads; without one, made-up agents) goes through the real `PrefixCache` and
 `CachedStates`, one request after the other on the trace's own clock, without a model. A block of the trace is
-a block of `BLOCK` tokens here, or `--merge` of them are; sizes are in such blocks. Rules for whose turn it is,
-the first KV block's or the first checkpoint's, as each kind's policy ranks them:
+a block of `BLOCK` tokens here, or `--merge` of them are; sizes are in such blocks. Rules for whose turn it
+is, the first KV block's or the first checkpoint's, as each kind's policy ranks them:
 
-- `last use`: what the server does (`memory/cache/turns.py`);
-- `alone first`: the same, but KV with no checkpoint behind it goes before all else;
+- `served`: what the server does (`Checkpoints._goes_before`);
+- `last use`: what was unused the longest;
 - `value`: the lower of rate x tokens / blocks, where both policies rank by learned rates;
-- `value, whole`: the same, where KV counts together with the checkpoint that leaves with it;
+- `value, whole`: the same, where KV counts with the checkpoint behind it that leaves with it, or nothing;
+- `value, own kind`: the same, where the other kind goes if it is worth half as much;
 - `share P`: a fixed share of the memory for checkpoints, the best of some: what a hand could find.
 """
 
@@ -29,7 +30,7 @@ from stemma.memory.cache.leased_blocks import BlockBuffer
 from stemma.memory.cache.places import Places
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.cache.states import CachedStates
-from stemma.memory.cache.turns import Turn
+from stemma.memory.cache.turns import Turn, turn_of
 from stemma.memory.device.layout import WindowGroup
 from stemma.memory.device.slabs import SlabAllocator
 from stemma.prefix.eviction.hazard import HazardPolicy
@@ -43,7 +44,8 @@ from stemma_lab.traces.request import TraceRequest
 BLOCK = 64
 _STEP = 16 * BLOCK
 SHARES = (0.1, 0.25, 0.5, 0.75)
-GoesBefore = Callable[[Checkpoint, Turn], bool]
+GoesBefore = Callable[..., bool]
+"""As `Checkpoints._goes_before`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,39 +132,35 @@ def _blocks_of(layout: Layout) -> Callable[[int], range]:
     return lambda place: range(place * size, (place + 1) * size)
 
 
-def by_value(rig: Rig, *, whole: bool) -> GoesBefore:
-    """Return the rule that compares what keeping saves a second and block of memory."""
-    own = rig.kept._goes_before  # noqa: SLF001 - see Rig
-    kv_policy, policy = rig.policies
+def by_last_use(rig: Rig) -> GoesBefore:
+    """Return the rule that what was unused the longest goes, whatever it is."""
+    return lambda one, _key, kv, **_for: turn_of(one.hint, one.used_at, rig.now) < kv
 
-    def goes_before(one: Checkpoint, oldest: Turn) -> bool:
+
+def by_value(rig: Rig, own: GoesBefore, rule: str) -> GoesBefore:
+    """Return the rule that compares what keeping saves a second and block; before it is learned, `own`."""
+    kv_policy, policy = rig.policies
+    across = 2.0 if rule == "value, own kind" else 1.0
+
+    def goes_before(one: Checkpoint, key: BlockKey, kv: Turn, *, for_blocks: bool) -> bool:
         if not (kv_policy._learned and policy._learned):  # noqa: SLF001
-            return own(one, oldest)
-        block, behind = _first_kv(rig)
-        value = _worth(policy, one.number) / BLOCK / _cost(rig, one)
-        if not whole:
-            return value < _worth(kv_policy, block)
+            return own(one, key, kv, for_blocks=for_blocks)
+        worth, behind = _worth(policy, one.number) / BLOCK / _cost(rig, one), rig.kept.get(key)
+        if rule == "value":
+            return worth < _worth(kv_policy, _first_block(rig))
         if behind is None:
             return False
-        return value < _worth(policy, behind.number) / BLOCK / (1.0 + _cost(rig, behind))
+        other = _worth(policy, behind.number) / BLOCK / (1.0 + _cost(rig, behind))
+        return worth * across < other if for_blocks else worth < across * other
 
     return goes_before
 
 
-def alone_first(rig: Rig) -> GoesBefore:
-    """Return the rule of last use, but that KV goes first if no checkpoint stands behind it."""
-    own = rig.kept._goes_before  # noqa: SLF001 - see Rig
-    return lambda one, oldest: _first_kv(rig)[1] is not None and own(one, oldest)
-
-
-def _first_kv(rig: Rig) -> tuple[int, Checkpoint | None]:
-    """Return the block that goes first, and the checkpoint that leaves with it."""
-    index = rig.cache.index
-    assert index is not None
-    block = index.next_victim(rig.now)
+def _first_block(rig: Rig) -> int:
+    assert rig.cache.index is not None
+    block = rig.cache.index.next_victim(rig.now)
     assert block is not None
-    key = rig.cache.describe_blocks(np.array([block], dtype=np.int32))[1].tobytes()
-    return block, rig.kept.get(BlockKey(key))
+    return block
 
 
 def _worth(policy: HazardPolicy, number: int) -> float:
@@ -182,17 +180,17 @@ def by_share(rig: Rig, share: float) -> GoesBefore:
     """Return the rule that a share of the memory is the checkpoints'."""
     most = share * rig.slabs.num_slabs
     kept = rig.kept
-    return lambda _one, _oldest: kept.states._num_taken + kept.pages._num_taken > most  # noqa: SLF001
+    return lambda *_one, **_for: kept.states._num_taken + kept.pages._num_taken > most  # noqa: SLF001
 
 
 def reused(trace: Trace, layout: Layout, num_blocks: int, rule: str) -> float:
     """Return tokens reused by tokens asked for."""
     rig = Rig(layout, num_blocks)
-    rule_of = rig.kept._goes_before  # noqa: SLF001 - see Rig
-    if rule == "alone first":
-        rule_of = alone_first(rig)
+    own = rule_of = rig.kept._goes_before  # noqa: SLF001 - see Rig
+    if rule == "last use":
+        rule_of = by_last_use(rig)
     elif rule.startswith("value"):
-        rule_of = by_value(rig, whole="whole" in rule)
+        rule_of = by_value(rig, own, rule)
     elif rule.startswith("share"):
         rule_of = by_share(rig, float(rule.split()[1]))
     setattr(rig.kept, "_goes_before", rule_of)  # noqa: B010 - see Rig
@@ -235,14 +233,14 @@ def read(path: Path, num_requests: int, merge: int) -> Trace:
 
 def measure(args: argparse.Namespace, trace: Trace) -> None:
     """Print the table, a cell as soon as it is known."""
-    rules = args.rules.split(",")
+    rules = args.rules.split(";")
     print(f"{trace.name}: {trace.num_requests} requests, {trace.num_looked_up_blocks} blocks asked for")
-    print(f"{'layout':<8}{'blocks':>8}  " + "".join(f"{name:>14}" for name in rules))
+    print(f"{'layout':<8}{'blocks':>8}  " + "".join(f"{name:>17}" for name in rules))
     for size in map(int, args.sizes.split(",")):
         for name in args.layouts.split(","):
             print(f"{name:<8}{size:>8}  ", end="", flush=True)
             for rule in rules:
-                print(f"{cell(trace, LAYOUTS[name], size, rule):>14}", end="", flush=True)
+                print(f"{cell(trace, LAYOUTS[name], size, rule):>17}", end="", flush=True)
             print()
 
 
@@ -265,7 +263,7 @@ def main() -> None:
     parser.add_argument("--merge", type=int, default=1)
     parser.add_argument("--sizes", default="600,1500,4000")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
-    parser.add_argument("--rules", default="last use,alone first,value,value whole,share")
+    parser.add_argument("--rules", default="served;last use;value;value, whole;value, own kind;share")
     args = parser.parse_args()
     trace = made_up(args.requests) if args.trace is None else read(args.trace, args.requests, args.merge)
     measure(args, trace)

@@ -126,11 +126,15 @@ class BlockRecords:
         """Return the keys of blocks, [n, 32], a copy."""
         return self._keys[block_ids]
 
+    def key(self, block_id: int) -> BlockKey:
+        """Return the key of a block."""
+        return BlockKey(self._keys[block_id].tobytes())
+
     def describe(self, block_id: int) -> DeviceBlock:
         """Return the record in the form that lower tiers take."""
         return DeviceBlock(
             block_id=block_id,
-            key=BlockKey(self._keys[block_id].tobytes()),
+            key=self.key(block_id),
             parent=BlockKey(self._parent_keys[block_id].tobytes()),
             num_tokens=int(self._num_tokens[block_id]),
             hint=self._hints[block_id],

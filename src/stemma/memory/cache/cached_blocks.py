@@ -171,13 +171,14 @@ class CachedBlocks:
             self.num_evicted += len(evicted)
         return len(evicted)
 
-    def oldest(self) -> Turn | None:
-        """Return whose turn it is to leave; None: no block can."""
+    def first(self) -> tuple[BlockKey, Turn] | None:
+        """Return the key of the block that goes first, and its turn; None: no block can."""
         now = self._clock()
         block_id = self.index.next_victim(now)
         if block_id is None:
             return None
-        return turn_of(self._records.hint(block_id), float(self._records.used_at[block_id]), now)
+        turn = turn_of(self._records.hint(block_id), float(self._records.used_at[block_id]), now)
+        return self._records.key(block_id), turn
 
     def keep_quotas(self) -> None:
         """Evict blocks of owners that hold too many, and no others; what requests hold stays."""
