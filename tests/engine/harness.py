@@ -104,10 +104,13 @@ class Harness:
         request_id: str | None = None,
         namespace: Namespace = DEFAULT_NAMESPACE,
         retention: Retention = NO_RETENTION,
+        session: str = "",
     ) -> str:
         request_id = request_id or f"r{next(self._numbers)}"
         params = params or greedy(4)
-        asked = GenerationRequest(request_id, as_tokens(prompt), params, namespace, retention=retention)
+        asked = GenerationRequest(
+            request_id, as_tokens(prompt), params, namespace, retention=retention, session=session
+        )
         self.engine.add(self.engine.checked(asked))
         self.answers[request_id] = Answer()
         return request_id

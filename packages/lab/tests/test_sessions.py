@@ -13,8 +13,8 @@ from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.eviction.records import RecordTable
 from stemma.prefix.eviction.reuse_model import ReuseModel
 from stemma.prefix.eviction.reuse_trust import ReuseTrust
-from stemma.prefix.eviction.sessions import RESERVED_BYTES, SessionNumbers, Sessions
-from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
+from stemma.prefix.eviction.sessions import RESERVED_BYTES, Sessions
+from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace, session_number
 from stemma.prefix.radix import RadixIndex
 
 Prompts = list[tuple[list[int], int]]
@@ -104,19 +104,34 @@ class TestSessions:
         assert len(sessions.follow(2, 3, long[:1], 1.0))
         assert not len(sessions.follow(1, 4, long[:1], 2.0))  # forgotten
 
+    def test_what_a_load_brought_is_left_by_the_prompt_that_goes_on_elsewhere(self):
+        """Of several loads; but what the session itself is known to have sent counts for more."""
+        table, records = table_of(8)
+        sessions = Sessions(table, ReuseModel())
+        for number, part in ((1, records[:3]), (2, records[3:6])):
+            table.users[part] = number
+            sessions.recall(7, number, part)
+        table.users[records[[0, 1, 6]]] = 3
+        assert sessions.follow(7, 3, records[[0, 1, 6]], 1.0).tolist() == records[2:6].tolist()
+        table.users[records[2:6]] = 4
+        sessions.recall(7, 4, records[2:6])
+        table.users[records[[0, 7]]] = 5
+        assert sessions.follow(7, 5, records[[0, 7]], 2.0).tolist() == records[[1, 6]].tolist()
+
 
 class TestNumbers:
     def test_names_of_different_namespaces_are_different_sessions(self):
-        numbers = SessionNumbers()
         names = [("a", "", "b"), ("", "a", "b"), ("ab", "", ""), ("", "", "ab"), ("1:", "", "a")]
-        seen = [numbers.number_of(Namespace(salt, adapter), name) for salt, adapter, name in names]
+        seen = [session_number(Namespace(salt, adapter), name) for salt, adapter, name in names]
         assert seen[2] == 0
         assert len(set(seen)) == len(seen)
-        assert numbers.number_of(Namespace("a", ""), "b") == seen[0]
-        assert SessionNumbers().number_of(Namespace("a", ""), "b") != seen[0]
+        assert session_number(Namespace("a", ""), "b") == seen[0]
+
+    def test_a_number_is_the_same_in_every_process(self):
+        assert session_number(Namespace("a", "b"), "c") == 0x3945D06
 
     def test_any_text_is_a_name(self):
-        assert 0 < SessionNumbers().number_of(Namespace(), "\ud800\0é" * 90) < 2**64
+        assert 0 < session_number(Namespace(), "\ud800\0é" * 90) < 2**32
 
 
 @given(

@@ -65,7 +65,9 @@ class HeadedIndex(PrefixIndex):
             tokens[: head.num_tokens],
             block_ids[:num_blocks],
             now,
-            replace(traits.part(0, min(num_blocks, len(block_ids))), session=0),  # it is of no session
+            replace(
+                traits.part(0, min(num_blocks, len(block_ids))), session=0, came_from=0
+            ),  # it is of no session
         )
         self._mark(first, is_public=True)
         if len(tokens) <= head.num_tokens:

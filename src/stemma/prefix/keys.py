@@ -78,6 +78,19 @@ def owner_tag(owner: str) -> str:
     return hashlib.sha256(b"stemma owner\0" + owner.encode()).hexdigest()[:16] if owner else ""
 
 
+def session_number(namespace: Namespace, name: str) -> int:
+    """Return the number of the session that clients of `namespace` call `name`: 32 bits, 0 only for "".
+
+    The same after a restart and on every machine. A tenant's salt holds the server's secret
+    (`server/door/namespace.py`), so nobody can work out the number of another tenant's session.
+    """
+    if not name:
+        return 0
+    told = f"{len(namespace.salt)}:{namespace.salt}{len(namespace.adapter)}:{namespace.adapter}{name}"
+    digest = hashlib.sha256(b"stemma session\0" + told.encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:4], "little") or 1
+
+
 @dataclass(frozen=True, slots=True)
 class KeySpace:
     """The part that all keys of one engine share; two engines share KV if and only if these are equal."""

@@ -16,10 +16,12 @@ from stemma.config.settings import TierSettings
 from stemma.engine.build import assemble_engine
 from stemma.engine.llm import engine_settings
 from stemma.engine.output.output import OutputProcessor
+from stemma.memory.tiers.device_block import NO_NOTES, BlockNotes
 from stemma.model.load.loading import load_model
 from stemma.model.opened.causal_lm import CausalLM
 from stemma.model.text.tokenizer import Tokenizer
-from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
+from stemma.prefix.eviction.sessions import Sessions
+from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace, session_number
 from stemma.supervision import LoggingSupervisor
 from stemma.types import Retention, RetentionHint, Tier
 
@@ -80,10 +82,11 @@ def serve(
     hint: RetentionHint | None = None,
     namespace: Namespace = DEFAULT_NAMESPACE,
     renews: bool = False,
+    session: str = "",
 ) -> int:
     """Return how many tokens of a prompt were cached."""
     retention = Retention(hint or RetentionHint(), renews=renews)
-    name = harness.add(tokens, greedy(2), namespace=namespace, retention=retention)
+    name = harness.add(tokens, greedy(2), namespace=namespace, retention=retention, session=session)
     harness.run()
     report = harness.answers[name].cache
     assert report is not None
@@ -241,13 +244,15 @@ def test_a_load_that_is_faster_is_taken(make: Make, tmp_path: Path) -> None:
 
 
 def test_hints_go_down_and_come_back_with_the_bytes(make: Make, tmp_path: Path) -> None:
-    """Down a host tier that writes back, over a restart, and up: the prompt still has its priority."""
+    """Down a host tier that writes back, over a restart, and up: the prompt still has its priority.
+
+    So has its session's number."""
     tokens, hint = prompt(1, 200), RetentionHint(60, ttl_s=5000.0)
     fields = {"host_cache": "1MB", "host_write": "write_back", "load_when": "always"}
     disk_fields = {"disk_cache": tmp_path, "disk_cache_size": "40MB", "disk_write": "write_back"}
     below = TierSettings.model_validate(fields | disk_fields)
     before, _ = make(tiers=below)
-    serve(before, tokens, hint=hint)
+    serve(before, tokens, hint=hint, session="mine")
     for number in range(60):
         serve(before, prompt(10 + number, 200), hint=RetentionHint(80))
         assert before.cache.below.drain(10.0)
@@ -258,11 +263,46 @@ def test_hints_go_down_and_come_back_with_the_bytes(make: Make, tmp_path: Path) 
     disk = next(store for store in harness.cache.below.stores if store.tier is Tier.DISK)
     there = [key for key in (*keys, *pieces) if disk.exists_many([key])[0]]
     assert len(there) >= len(keys)
-    assert set(disk.hints_many(there)) == {hint}
+    assert set(disk.notes_many(there)) == {BlockNotes(hint, session_number(DEFAULT_NAMESPACE, "mine"))}
     assert serve(harness, longer(tokens)) == 192
     for number in range(40):
         serve(harness, prompt(100 + number, 200), hint=RetentionHint(10))
     assert harness.cache.match(DEFAULT_NAMESPACE, longer(tokens)) >= 192
+    harness.engine.close()
+
+
+def left_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let policies know already what hundreds of prompts teach them: what sessions left isn't used again."""
+    made = Sessions.__init__
+
+    def taught(sessions: Sessions, *arguments: Any) -> None:
+        made(sessions, *arguments)
+        sessions.factor = 0.01
+
+    monkeypatch.setattr(Sessions, "__init__", taught)
+
+
+def test_a_session_leaves_its_branch_after_a_restart_too(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody without a name had it loaded; what the session then leaves goes before what is older."""
+    base, branch, witness = prompt(1, 100), prompt(2, 100), prompt(3, 200)
+    disk = {"disk_cache": tmp_path, "disk_cache_size": "40MB", "load_when": "always"}
+    tiers = TierSettings.model_validate(disk)
+    before, _ = make(tiers=tiers, eviction="hazard")
+    left = np.concatenate([base, branch])
+    serve(before, left, session="mine")
+    assert before.cache.below.drain(10.0)
+    before.engine.close()
+    left_goes_first(monkeypatch)
+    harness, _ = make(tiers=tiers, eviction="hazard")
+    serve(harness, witness)
+    assert serve(harness, longer(left)) == 192
+    serve(harness, np.concatenate([base, prompt(4, 60)]), session="mine")
+    number = 100
+    while harness.cache.match(DEFAULT_NAMESPACE, longer(left)) >= 192:
+        assert harness.cache.match(DEFAULT_NAMESPACE, longer(witness)) >= 192
+        serve(harness, prompt(number := number + 1, 60))
     harness.engine.close()
 
 
@@ -282,7 +322,7 @@ def test_renewed_hints_hold_below_the_device_too(make: Make, tmp_path: Path, wri
     keys += before.cache.checkpoint_keys(keys)
     if write == "write_through":
         for store in before.cache.below.stores:
-            assert {*store.hints_many([key for key in keys if store.exists_many([key])[0]])} == {new}
+            assert {note.hint for note in store.notes_many(keys) if note != NO_NOTES} == {new}
     else:
         for number in range(60):
             serve(before, prompt(10 + number, 200), hint=RetentionHint(100))
@@ -292,7 +332,7 @@ def test_renewed_hints_hold_below_the_device_too(make: Make, tmp_path: Path, wri
     disk = next(store for store in harness.cache.below.stores if store.tier is Tier.DISK)
     there = [key for key in keys if disk.exists_many([key])[0]]
     assert len(there) >= 12
-    assert {*disk.hints_many(there)} == {new}
+    assert {note.hint for note in disk.notes_many(there)} == {new}
     assert serve(harness, longer(tokens)) == 192
     for number in range(40):
         serve(harness, prompt(100 + number, 200), hint=RetentionHint(50))

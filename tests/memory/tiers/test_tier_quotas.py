@@ -14,6 +14,7 @@ from tests.memory.tiers.small_disks import SPACE, size_for
 from tests.prefix.failing_policy import FailingPolicy
 
 from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult
+from stemma.memory.tiers.device_block import BlockNotes
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.pool.shares import OwnerShares
@@ -130,13 +131,13 @@ def test_blocks_keep_their_hints_on_the_way_to_the_disk_and_over_a_restart(tmp_p
         disk.put_many(blocks)
 
     disk, hint = opened(), RetentionHint(90, ttl_s=1000.0)
-    firm = [replace(block, hint=hint) for block in chain("firm", 3)]
+    firm = [replace(block, hint=hint, session=7) for block in chain("firm", 3)]
     host.put_many(firm)
     host.drop_oldest(3, save)
-    assert disk.hints_many(keys(firm)) == [hint] * 3
+    assert disk.notes_many(keys(firm)) == [BlockNotes(hint, 7)] * 3
     disk.close()
     disk = opened()
-    assert disk.hints_many(keys(firm)) == [hint] * 3
+    assert disk.notes_many(keys(firm)) == [BlockNotes(hint, 7)] * 3
     for number in range(2 * CAPACITY):
         clock.now += 1.0
         disk.put_many(chain(f"weak {number}", 1))

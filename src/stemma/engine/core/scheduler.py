@@ -26,8 +26,7 @@ from stemma.engine.core.seats import Seats, StepTokens
 from stemma.errors import GenerationFailed, PromptTooLong, StemmaError
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.prefix_cache import PrefixCache
-from stemma.prefix.eviction.sessions import SessionNumbers
-from stemma.prefix.keys import Namespace
+from stemma.prefix.keys import Namespace, session_number
 from stemma.types import TokenArray
 
 
@@ -132,7 +131,6 @@ class Scheduler:
         self._num_recomputed = 0 if model_drafts is None or cache.states is not None else 1
         """Tokens of each prefix hit computed again for the hidden state that the model's own drafts go on
         from. None where checkpoints have it."""
-        self._session_numbers = SessionNumbers()
         self._on_start = on_start
         self._on_load = on_load
         self._cleared_for: tuple[SequenceState | None, int] = (None, 0)
@@ -467,7 +465,7 @@ class Scheduler:
     def _session_of(self, request: GenerationRequest) -> int:
         """Return the number of its session, 0 if it isn't one turn: of several answers one goes on."""
         is_turn = request.params.n == 1 and not request.is_continuation
-        return self._session_numbers.number_of(request.namespace, request.session) if is_turn else 0
+        return session_number(request.namespace, request.session) if is_turn else 0
 
     def _waits_for_nothing(self, plan: Sequence[Scheduled]) -> bool:
         """Return whether no block will become free by itself: what isn't available is pinned for good."""

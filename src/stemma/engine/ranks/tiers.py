@@ -24,13 +24,13 @@ from stemma.engine.ranks.messages import StopPrefetch, Tell
 from stemma.errors import EngineFailed
 from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.block_store import BlockStore
-from stemma.memory.tiers.device_block import DeviceBlock
+from stemma.memory.tiers.device_block import BlockNotes, DeviceBlock
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.lower import LowerTiers, PassedOver
 from stemma.memory.tiers.pool_asks import PoolAsk
 from stemma.memory.tiers.tier_stats import TransferStats
 from stemma.memory.tiers.transfer import TierTransfer
-from stemma.types import BlockKey, RetentionHint, Tier
+from stemma.types import BlockKey, Tier
 
 _SLOW_TIMEOUT_S = 120.0
 """For what an operator asks of all ranks."""
@@ -95,8 +95,8 @@ class RankedTiers(LowerTiers):
         return replace(left, num_blocks=min(left.num_blocks, held)) if held else None
 
     @override
-    def hints(self, keys: Sequence[BlockKey]) -> Sequence[RetentionHint]:
-        return self._own.hints(keys)
+    def notes(self, keys: Sequence[BlockKey]) -> Sequence[BlockNotes]:
+        return self._own.notes(keys)
 
     def load(
         self, keys: Sequence[BlockKey], block_ids: Sequence[int], num_spared: int | None = None

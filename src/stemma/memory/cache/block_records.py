@@ -1,4 +1,4 @@
-"""Notes of `PrefixCache` on each device block that is in the index: key, parent, length, hints.
+"""Notes of `PrefixCache` on each device block that is in the index: key, parent, length, hints, session.
 
 Struct of arrays, indexed by block id: 110 bytes per block, no Python object of its own, and one indexing
 operation returns the keys of a matched chain. Blocks that left are remembered as ghosts, so that a miss can
@@ -43,6 +43,7 @@ class BlockRecords:
         """When a block was entered or last used, the clock's seconds."""
         self._hints = [NO_HINT] * num_blocks
         self._owners: list[str] = [""] * num_blocks
+        self._sessions: npt.NDArray[np.uint32] = np.zeros(num_blocks, dtype=np.uint32)
 
     def add(self, block: DeviceBlock, parent_id: int | None, now: float) -> None:
         """Record a block that entered the index; `parent_id` None: its parent is the namespace's root."""
@@ -59,6 +60,7 @@ class BlockRecords:
         self.used_at[block_id] = now
         self._hints[block_id] = block.hint
         self._owners[block_id] = block.owner
+        self._sessions[block_id] = block.session
 
     def remove(self, block_id: int) -> None:
         """Drop the record of a block that left the index; do nothing if there is none."""
@@ -124,13 +126,18 @@ class BlockRecords:
         """Return the keys of blocks, [n, 32], a copy."""
         return self._keys[block_ids]
 
+    def key(self, block_id: int) -> BlockKey:
+        """Return the key of a block."""
+        return BlockKey(self._keys[block_id].tobytes())
+
     def describe(self, block_id: int) -> DeviceBlock:
         """Return the record in the form that lower tiers take."""
         return DeviceBlock(
             block_id=block_id,
-            key=BlockKey(self._keys[block_id].tobytes()),
+            key=self.key(block_id),
             parent=BlockKey(self._parent_keys[block_id].tobytes()),
             num_tokens=int(self._num_tokens[block_id]),
             hint=self._hints[block_id],
             owner=self._owners[block_id],
+            session=self._sessions.item(block_id),
         )

@@ -171,13 +171,14 @@ class CachedBlocks:
             self.num_evicted += len(evicted)
         return len(evicted)
 
-    def oldest(self) -> Turn | None:
-        """Return whose turn it is to leave; None: no block can."""
+    def first(self) -> tuple[BlockKey, Turn] | None:
+        """Return the key of the block that goes first, and its turn; None: no block can."""
         now = self._clock()
         block_id = self.index.next_victim(now)
         if block_id is None:
             return None
-        return turn_of(self._records.hint(block_id), float(self._records.used_at[block_id]), now)
+        turn = turn_of(self._records.hint(block_id), float(self._records.used_at[block_id]), now)
+        return self._records.key(block_id), turn
 
     def keep_quotas(self) -> None:
         """Evict blocks of owners that hold too many, and no others; what requests hold stays."""
@@ -260,6 +261,7 @@ class CachedBlocks:
                     num_tokens,
                     lease.hint(i),
                     "" if i < lease.roots.num_public else owner_tag(lease.namespace.owner),
+                    lease.session_of(i),
                 ),
                 # A public head has a chain of its own: it may be evicted before what follows it.
                 None if i in (0, lease.roots.num_public) else int(canonical[i - 1]),

@@ -30,6 +30,8 @@ from stemma.types import BlockKey, RetentionHint, Tier
 
 _MOST_AT_ONCE = 32
 """KV blocks evicted before it is asked again whether it is a checkpoint's turn."""
+_ACROSS = 2.0
+"""So many times as long one kind must have been unused to make room for the other (docs/log.md)."""
 
 
 @dataclass(slots=True)
@@ -244,7 +246,7 @@ class Checkpoints:
             key = self._first(lambda one: self._frees(one, slots))
             if key is None and not self._can_empty():
                 return None
-            if not (self._evict_kv(key) or self._evict(key)):
+            if not (self._evict_kv(key, for_blocks=False) or self._evict(key)):
                 return None
         return slots.take()
 
@@ -262,14 +264,14 @@ class Checkpoints:
     def make_room(self, num_blocks: int) -> bool:
         """Evict up to so many KV blocks, or the checkpoint whose turn it is before; False: nothing can go."""
         key = self._first(self._frees_any)
-        return self._evict_kv(key, num_blocks) or self._evict(key)
+        return self._evict_kv(key, num_blocks, for_blocks=True) or self._evict(key)
 
-    def _evict_kv(self, before: BlockKey | None, num_blocks: int = 1) -> bool:
+    def _evict_kv(self, before: BlockKey | None, num_blocks: int = 1, *, for_blocks: bool) -> bool:
         """Evict KV, unless it is the turn of a checkpoint; return whether any was."""
-        oldest = None if self.kv is None else self.kv.oldest()
-        if oldest is None or self.kv is None:
+        first = None if self.kv is None else self.kv.first()
+        if first is None or self.kv is None:
             return False
-        if before is not None and self._turn(self._kept[before]) < oldest:
+        if before is not None and self._goes_before(self._kept[before], *first, for_blocks=for_blocks):
             return False
         return self.kv.evict(min(num_blocks, _MOST_AT_ONCE)) > 0
 
@@ -284,8 +286,18 @@ class Checkpoints:
     def _can_empty(self) -> bool:
         return self.kv is not None and self.places.slabs.can_empty(self.kv.present())
 
-    def _turn(self, one: Checkpoint) -> Turn:
-        return turn_of(one.hint, one.used_at, self._clock())
+    def _goes_before(self, one: Checkpoint, key: BlockKey, kv: Turn, *, for_blocks: bool) -> bool:
+        """Whether it is a checkpoint's turn before that of the KV block with this key.
+
+        KV with no checkpoint behind it serves nobody. What is freed lies scattered and serves its own kind at
+        once, the other once a slab is empty: so the other kind makes room if it was unused much longer.
+        """
+        now = self._clock()
+        own = turn_of(one.hint, one.used_at, now)
+        if own[0] != kv[0] or key not in self._kept:
+            return own[0] < kv[0]
+        age_s, age_of_kv_s = now - own[1], now - kv[1]
+        return age_s > _ACROSS * age_of_kv_s if for_blocks else _ACROSS * age_s > age_of_kv_s
 
     def held(self, one: Checkpoint, slots: Slots) -> Sequence[int]:
         """Return the places of a kind that a checkpoint holds."""
@@ -346,6 +358,7 @@ class Checkpoints:
             lease.hint(block),
             owner="" if is_public else lease.namespace.owner,
             session=0 if is_public else lease.session,
+            came_from=0 if lease.session else lease.session_of(block),
             after=-1 if after is None else after.number,
         )
 
@@ -363,6 +376,6 @@ class Checkpoints:
         block, size = position // self._block_size - 1, self._block_size
         owner = "" if block < lease.roots.num_public else owner_tag(lease.namespace.owner)
         return tuple(
-            DeviceBlock(block_id, piece, parent, size, lease.hint(block), owner)
+            DeviceBlock(block_id, piece, parent, size, lease.hint(block), owner, lease.session_of(block))
             for block_id, (piece, parent) in zip(self.pieces.blocks_of(state, pages), chain, strict=True)
         )

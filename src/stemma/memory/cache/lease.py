@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stemma.memory.tiers.device_block import BlockNotes
 from stemma.prefix.eviction.policy import BlockTraits, HintedRun
 from stemma.prefix.explain import Miss
 from stemma.prefix.keys import KeySpace, Namespace
@@ -124,6 +125,7 @@ class Lease:
 
     __slots__ = (
         "_blocks",
+        "_came_with",
         "_keys",
         "_leading",
         "block_size",
@@ -161,6 +163,8 @@ class Lease:
         """
         self.namespace = namespace
         self.session = session
+        self._came_with: dict[int, int] = {}
+        """Block number -> session that a loaded block was left by."""
         self.is_ahead = is_ahead
         self.roots = key_space.roots(namespace)
         self.block_size = block_size = key_space.block_size
@@ -264,9 +268,14 @@ class Lease:
         """Return the retention hint of block number `block`."""
         return next((run.hint for run in self._leading if block < run.end), self.retention.rest)
 
-    def adopt_hints(self, first: int, hints: Sequence[RetentionHint]) -> None:
-        """Let blocks from `first` on keep the hints they came with, where they have any."""
-        end = first + len(hints)
+    def session_of(self, block: int) -> int:
+        """Return the number of the session that leaves, or left, block number `block`; 0: none is named."""
+        return 0 if block < self.roots.num_public else self._came_with.get(block, self.session)
+
+    def adopt(self, first: int, notes: Sequence[BlockNotes]) -> None:
+        """Let blocks from `first` on keep what they came with, where they came with anything."""
+        self._came_with |= {n: note.session for n, note in enumerate(notes, first) if note.session}
+        end, hints = first + len(notes), [note.hint for note in notes]
         if self.retention.renews or all(hint == NO_HINT for hint in hints):
             return
         own = [self.hint(block) for block in range(end)]
@@ -301,6 +310,7 @@ class Lease:
             leading=self._leading,
             is_use=not self.is_ahead,
             session=self.session,
+            came_from=0 if self.session else self.session_of(max(self._came_with, default=0)),
         )
 
     def _reserve_keys(self, num_blocks: int) -> None:

@@ -88,7 +88,7 @@ class PromptLoads:
         `state`: blocks for a recurrent state, whose keys follow those of the table's blocks. `num_spared`:
         see `LowerTiers.load`; `num_lost`: blocks that a load before this one didn't bring.
         """
-        lease.adopt_hints(first, self._lower.hints(keys[: len(tiers)]))
+        lease.adopt(first, self._lower.notes(keys[: len(tiers)]))
         block_ids = [*lease.block_table[first : first + len(tiers)].tolist(), *state]
         wanted = keys[: len(block_ids)]
         if lease.is_ahead:
@@ -119,6 +119,9 @@ class PromptLoads:
             lease.has_loaded_state = num_loaded == len(pending.tiers) + pending.num_state_blocks
             num_loaded = min(num_loaded, len(pending.tiers))
         num_loaded = self._told_apart(lease, pending.first, num_loaded)
+        if Tier.POOL in pending.tiers:  # which tells it with the bytes
+            end = min(pending.first + num_loaded, lease.num_tokens // self._block_size)
+            lease.adopt(pending.first, self._lower.notes([lease.key(i) for i in range(pending.first, end)]))
         for number, tier in enumerate(pending.tiers[:num_loaded], pending.first):
             # The last token is always computed, even where its block was loaded.
             num_tokens = min(self._block_size, lease.num_tokens - 1 - number * self._block_size)

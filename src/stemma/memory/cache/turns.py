@@ -1,6 +1,6 @@
 """Whose turn it is to leave, where cached blocks and checkpoints share one memory.
 
-Each kind is ranked by a policy of its own; between the first of both this decides.
+Each kind is ranked by a policy of its own; between the first of both `Checkpoints` decides.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stemma.types import RetentionHint
+from stemma.types import BlockKey, RetentionHint
 
 Turn: TypeAlias = tuple[int, float]
-"""What has expired leaves first, then what has the lowest priority, then what was unused the longest."""
+"""What has expired leaves first, then what has the lowest priority; and when it was used last."""
 
 
 def turn_of(hint: RetentionHint, used_at: float, now: float) -> Turn:
-    """Return when it is the turn of what was used then; smaller is sooner."""
+    """Return when it is the turn of what was used then; a smaller first number is sooner."""
     has_expired = hint.ttl_s is not None and now - used_at > hint.ttl_s
     return (-1 if has_expired else hint.priority), used_at
 
@@ -25,8 +25,8 @@ def turn_of(hint: RetentionHint, used_at: float, now: float) -> Turn:
 class CachedKV(Protocol):
     """The blocks of the index, as far as they share memory with checkpoints."""
 
-    def oldest(self) -> Turn | None:
-        """Return whose turn it is to leave; None: no block can."""
+    def first(self) -> tuple[BlockKey, Turn] | None:
+        """Return the key of the block that goes first, and its turn; None: no block can."""
 
     def evict(self, num_blocks: int) -> int:
         """Evict up to `num_blocks` blocks, lowest-ranked first; return how many."""

@@ -26,6 +26,7 @@ from enum import StrEnum
 from typing import ClassVar, Protocol
 
 from stemma.memory.kv_events import KVEventSink
+from stemma.memory.tiers.device_block import NO_NOTES, BlockNotes
 from stemma.types import NO_HINT, BlockKey, RetentionHint, Tier
 
 
@@ -69,6 +70,8 @@ class BlockPut:
     """Without a time to live, the store's own holds."""
     owner: str = ""
     """The `owner_tag` of whose it is, for quotas; empty: nobody's."""
+    session: int = 0
+    """Number of the conversation that left it; 0: none was named."""
 
 
 class Storable(Protocol):
@@ -90,6 +93,10 @@ class Storable(Protocol):
     @property
     def owner(self) -> str:
         """The `owner_tag` of whose it is, or nothing."""
+
+    @property
+    def session(self) -> int:
+        """Number of the conversation that left it, or 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +178,9 @@ class BlockStore(ABC):
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Return, per key, whether a read now would probably hit. A hint: the read decides."""
 
-    def hints_many(self, keys: Sequence[BlockKey]) -> list[RetentionHint]:
-        """Return what is known of the hints that blocks were put with; takes no lock."""
-        return [NO_HINT] * len(keys)
+    def notes_many(self, keys: Sequence[BlockKey]) -> list[BlockNotes]:
+        """Return what is known of what blocks were put with; takes no lock."""
+        return [NO_NOTES] * len(keys)
 
     @abstractmethod
     def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:

@@ -8,6 +8,18 @@ from stemma.types import NO_HINT, BlockKey, RetentionHint
 
 
 @dataclass(frozen=True, slots=True)
+class BlockNotes:
+    """What a tier keeps with a block's bytes for whoever loads it, who knows its owner by himself."""
+
+    hint: RetentionHint = NO_HINT
+    session: int = 0
+    """Number of the conversation that left it (`keys.session_number`); 0: none was named."""
+
+
+NO_NOTES = BlockNotes()
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceBlock:
     """A device block together with what a lower tier needs to keep it."""
 
@@ -20,3 +32,5 @@ class DeviceBlock:
     hint: RetentionHint = NO_HINT
     owner: str = ""
     """The `owner_tag` of whose it is, for quotas; empty: nobody's."""
+    session: int = 0
+    """Number of the conversation that left it; 0: none was named."""

@@ -109,7 +109,12 @@ class HostStore(SlottedStore):
             self._num_moving += 1
         blocks = [
             BlockPut(
-                key, parent, memoryview(self._bytes[slot]), self._hints[slot], self._index.owner_of(slot)
+                key,
+                parent,
+                memoryview(self._bytes[slot]),
+                self._hints[slot],
+                self._index.owner_of(slot),
+                self._sessions.item(slot),
             )
             for slot, key, parent in taken
             if not self._is_expired(slot, self._latest)

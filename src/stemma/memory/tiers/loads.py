@@ -28,13 +28,14 @@ from stemma.errors import StorageError
 from stemma.memory.device.copy import BlockCopy
 from stemma.memory.tiers.block_store import BlockPut, BlockStore, ReadResult
 from stemma.memory.tiers.chunks import Chunk, ChunkReader, num_buffers
+from stemma.memory.tiers.device_block import NO_NOTES
 from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.pool_asks import PoolAsk, PoolAsks
 from stemma.memory.tiers.recent_keys import Whereabouts
 from stemma.memory.tiers.tier_stats import LoadCounters
 from stemma.supervision import Supervisor, start_thread
-from stemma.types import NO_HINT, BlockKey, Tier
+from stemma.types import BlockKey, Tier
 
 logger = logging.getLogger(__name__)
 RUN_BLOCKS = 1024
@@ -464,8 +465,13 @@ class LoadQueue:
             self._whereabouts.note_origin(tier, keys)
         owners = task.owners[first : first + count] or [""] * count
         source = next((store for store in self._stores() if store.tier is tier), None)
-        hints = [NO_HINT] * count if source is None else source.hints_many(keys)
-        host.put_many([BlockPut(*block) for block in zip(keys, parents, places, hints, owners, strict=True)])
+        notes = [NO_NOTES] * count if source is None else source.notes_many(keys)
+        host.put_many(
+            [
+                BlockPut(key, parent, place, note.hint, owner, note.session)
+                for key, parent, place, note, owner in zip(keys, parents, places, notes, owners, strict=True)
+            ]
+        )
         task.num_done += count
         with self._lock:
             self.counters.prefetched_blocks[tier] += count

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.block_store import BlockStore
-from stemma.memory.tiers.device_block import DeviceBlock
+from stemma.memory.tiers.device_block import NO_NOTES, BlockNotes, DeviceBlock
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.tier_stats import TransferStats
-from stemma.types import NO_HINT, BlockKey, RetentionHint, Tier
+from stemma.types import BlockKey, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class LowerTiers(Protocol):
     def passed_over(self, keys: Sequence[BlockKey]) -> PassedOver | None:
         """Return what the tiers have of `keys`, which `match` left out; None if not even the first."""
 
-    def hints(self, keys: Sequence[BlockKey]) -> Sequence[RetentionHint]:
-        """Return the hints that blocks came with, as far as a tier knows."""
-        return [NO_HINT] * len(keys)
+    def notes(self, keys: Sequence[BlockKey]) -> Sequence[BlockNotes]:
+        """Return what blocks came with, as far as a tier knows."""
+        return [NO_NOTES] * len(keys)
 
     def load(
         self, keys: Sequence[BlockKey], block_ids: Sequence[int], num_spared: int | None = None

@@ -13,6 +13,7 @@ from stemma.memory.tiers.disk.disk_store import capacity_of
 from stemma.memory.tiers.disk.record import RECORD_BYTES
 from stemma.memory.tiers.loads import NUM_LOAD_THREADS
 from stemma.memory.tiers.pool.absent import ABSENT_BYTES
+from stemma.memory.tiers.pool.pool_store import NOTES_BYTES
 from stemma.memory.tiers.pool.value_staging import staging_bytes
 from stemma.memory.tiers.slotted import table_bytes
 from stemma.memory.tiers.transfer import remembered_bytes
@@ -41,7 +42,7 @@ def planned_bytes(
         total += num_blocks * RECORD_BYTES + table_bytes(num_blocks, policy)
     if pool is not None:
         tiers.add(Tier.POOL)
-        total += staging_bytes(pool.staging, block_bytes) + ABSENT_BYTES
+        total += staging_bytes(pool.staging, block_bytes) + ABSENT_BYTES + NOTES_BYTES
     if tiers - {Tier.HOST}:
         slots = num_staging_slots(settings.transfer_buffer, block_bytes, layout.block_size, step_tokens)
         total += slots * block_bytes

@@ -27,6 +27,7 @@ from stemma.memory.tiers.block_store import (
     StoreCounters,
     check_buffers,
 )
+from stemma.memory.tiers.device_block import NO_NOTES, BlockNotes
 from stemma.memory.tiers.index import TierIndex
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.prefix.keys import fingerprints
@@ -79,6 +80,8 @@ class SlottedStore(BlockStore):
         """By slot: seconds of disuse after which its block expires; infinite for free slots."""
         self._hints: list[RetentionHint] = [NO_HINT] * capacity_blocks
         """By slot: what its block came with."""
+        self._sessions: npt.NDArray[np.uint32] = np.zeros(capacity_blocks, dtype=np.uint32)
+        """By slot: which conversation left its block."""
         self._writing: set[BlockKey] = set()
         self._is_open = True
 
@@ -162,9 +165,12 @@ class SlottedStore(BlockStore):
         return [slot is not None and not self._is_expired(slot, now) for slot in found]
 
     @override
-    def hints_many(self, keys: Sequence[BlockKey]) -> list[RetentionHint]:
+    def notes_many(self, keys: Sequence[BlockKey]) -> list[BlockNotes]:
         found = [self._index.find(key) for key in keys]
-        return [NO_HINT if slot is None else self._hints[slot] for slot in found]
+        return [NO_NOTES if slot is None else self._notes(slot) for slot in found]
+
+    def _notes(self, slot: int) -> BlockNotes:
+        return BlockNotes(self._hints[slot], self._sessions.item(slot))
 
     @override
     def touch(self, keys: Sequence[BlockKey]) -> None:
@@ -502,6 +508,7 @@ class SlottedStore(BlockStore):
         traits = BlockTraits(fingerprints([block.key]), hint=block.hint, owner=block.owner)
         self._index.commit(slot, block.key, block.parent, self._ranked_at(now), traits)
         self._used_at[slot] = now
+        self._sessions[slot] = block.session
         self._keep_hint(slot, block.hint)
 
     def _keep_hint(self, slot: int, hint: RetentionHint) -> None:

@@ -23,7 +23,7 @@ from stemma.memory.device.copy import BlockCopy
 from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.block_store import BlockPut, BlockStore, ReadResult
 from stemma.memory.tiers.copies_down import CopiesDown
-from stemma.memory.tiers.device_block import DeviceBlock
+from stemma.memory.tiers.device_block import NO_NOTES, BlockNotes, DeviceBlock
 from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.loads import LoadQueue, Prefetch
@@ -33,7 +33,7 @@ from stemma.memory.tiers.recent_keys import NOTE_BYTES, RecentKeys, Whereabouts
 from stemma.memory.tiers.tier_stats import TierStats, TransferStats
 from stemma.memory.tiers.write_queue import BATCH_BLOCKS, WriteQueue
 from stemma.supervision import LoggingSupervisor, Supervisor
-from stemma.types import NO_HINT, BlockKey, RetentionHint, Tier
+from stemma.types import BlockKey, Tier
 
 PrefetchPolicy = Literal["best_effort", "timeout", "wait_complete"]
 
@@ -236,10 +236,10 @@ class TierTransfer(LowerTiers):
         return PassedOver(len(found), found[0], is_awaited)
 
     @override
-    def hints(self, keys: Sequence[BlockKey]) -> Sequence[RetentionHint]:
-        by_store = [store.hints_many(keys) for store in self._stores]
+    def notes(self, keys: Sequence[BlockKey]) -> Sequence[BlockNotes]:
+        by_store = [store.notes_many(keys) for store in self._stores]
         return [
-            next((one for one in each if one != NO_HINT), NO_HINT) for each in zip(*by_store, strict=True)
+            next((one for one in each if one != NO_NOTES), NO_NOTES) for each in zip(*by_store, strict=True)
         ]
 
     @override

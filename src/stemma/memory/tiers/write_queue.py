@@ -196,7 +196,7 @@ class WriteQueue:
         for one in batch:
             block = one.block
             data = self._staging.view(one.slot)
-            puts.append(BlockPut(block.key, block.parent, data, block.hint, block.owner))
+            puts.append(BlockPut(block.key, block.parent, data, block.hint, block.owner, block.session))
         results = self.store.put_many(puts)
         failed = [
             put.key

@@ -149,6 +149,8 @@ class HazardPolicy(StampedPolicy):
         self._note_prompt(int(block_ids[-1]), chain, pause, number)
         if traits.session:
             self._leave(self._sessions.follow(traits.session, number, chain, now))
+        elif traits.came_from:
+            self._sessions.recall(traits.came_from, number, chain)
         if self._shadows is not None:
             hits, self._unseen_hits = self._unseen_hits, _NO_RECORDS
             looked_up = np.concatenate((hits, records)) if len(hits) else records
@@ -175,6 +177,8 @@ class HazardPolicy(StampedPolicy):
             self._start_lifetimes(fresh, self._num_prompts, now)
             table.pauses[fresh] = NO_PAUSE
             self._classify(fresh, NO_PAUSE)
+            if traits.came_from:
+                self._sessions.recall(traits.came_from, self._num_prompts, fresh)
         self._stamp(block_ids)
 
     def access(self, block_ids: BlockIds, now: float) -> None:

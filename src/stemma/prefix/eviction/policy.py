@@ -47,6 +47,8 @@ class BlockTraits:
     """False: nobody came back to them; they were loaded ahead of the turn that may."""
     session: int = 0
     """Number of the conversation that the client says these are of (`sessions.py`); 0: it doesn't say."""
+    came_from: int = 0
+    """Where it doesn't say: of the conversation that left them, as a lower tier kept it; 0: none."""
     after: int = -1
     """The block before the first of them, -1 at the root. The index sets it; callers leave it alone."""
 

@@ -5,8 +5,8 @@ before (history that was edited or compacted), the rest of that one is *left*, u
 The tree can't tell this from a branch whose next turn is still to come.
 
 Names are what clients send: the same for all requests, another for each, or millions of them. So they arrive
-as keyed numbers, few are remembered, and being left has no effect before the traffic has shown one: reuses of
-left blocks against those that their classes let expect (`reuse_trust.py`), of a sample.
+as numbers (`keys.session_number`), few are remembered, and being left has no effect before the traffic has
+shown one: reuses of left blocks against those that their classes let expect (`reuse_trust.py`), of a sample.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from hashlib import blake2b
-from secrets import token_bytes
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +21,6 @@ import numpy.typing as npt
 from stemma.prefix.eviction.records import RecordTable
 from stemma.prefix.eviction.reuse_model import ReuseModel
 from stemma.prefix.eviction.reuse_trust import ReuseTrust
-from stemma.prefix.keys import Namespace
 
 Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
@@ -43,21 +40,6 @@ _MAX_ENDED = 1 << 14
 _NO_RECORDS: Int32 = np.empty(0, dtype=np.int32)
 
 
-class SessionNumbers:
-    """Numbers for names of sessions: a keyed hash, so that nobody can choose somebody else's."""
-
-    def __init__(self) -> None:
-        self._key = token_bytes(32)
-
-    def number_of(self, namespace: Namespace, name: str) -> int:
-        """Return the number, never 0, of a session that some client of `namespace` calls `name`; 0 for ""."""
-        if not name:
-            return 0
-        told = f"{len(namespace.salt)}:{namespace.salt}{len(namespace.adapter)}:{namespace.adapter}{name}"
-        digest = blake2b(told.encode(errors="surrogatepass"), digest_size=8, key=self._key).digest()
-        return int.from_bytes(digest, "little") or 1
-
-
 @dataclass(frozen=True, slots=True)
 class _LastPrompt:
     """What a session sent last."""
@@ -66,6 +48,8 @@ class _LastPrompt:
     """Of the prompt."""
     chain: Int32
     """Records of its blocks from the root."""
+    is_recalled: bool = False
+    """Blocks that a load brought say so; no prompt of the session was seen."""
 
 
 class Sessions:
@@ -91,13 +75,7 @@ class Sessions:
 
         Return the records, from the root, of what it left by this; nobody else has used those since.
         """
-        before = self._last.pop(session, None)
-        self._last[session] = _LastPrompt(number, chain)
-        self._num_blocks += len(chain)
-        if before is not None:
-            self._num_blocks -= len(before.chain)
-        while len(self._last) > _MAX_SESSIONS or (self._num_blocks > _MAX_BLOCKS and len(self._last) > 1):
-            self._num_blocks -= len(self._last.popitem(last=False)[1].chain)
+        before = self._keep(session, _LastPrompt(number, chain))
         if before is None or before.number == number:
             return _NO_RECORDS
         table = self._table
@@ -107,6 +85,29 @@ class Sessions:
             table.has_left = True
             table.left_s[sampled] = now
         return left
+
+    def recall(self, session: int, number: int, chain: Int32) -> None:
+        """Take blocks that a load brought for the last prompt of the session which they came with.
+
+        That was before a restart, or so long ago that it is forgotten; what is known of a session stays.
+        """
+        before = self._last.get(session)
+        if before is not None:
+            if not before.is_recalled:
+                return
+            if before.number != number:  # they came in several loads
+                self._table.users[chain] = number = before.number
+                chain = np.concatenate((before.chain, chain))
+        self._keep(session, _LastPrompt(number, chain, is_recalled=True))
+
+    def _keep(self, session: int, last: _LastPrompt) -> _LastPrompt | None:
+        """Remember a session's last prompt; return the one before."""
+        before = self._last.pop(session, None)
+        self._last[session] = last
+        self._num_blocks += len(last.chain) - (0 if before is None else len(before.chain))
+        while len(self._last) > _MAX_SESSIONS or (self._num_blocks > _MAX_BLOCKS and len(self._last) > 1):
+            self._num_blocks -= len(self._last.popitem(last=False)[1].chain)
+        return before
 
     def reused(self, records: Int32, now: float) -> None:
         """Note, before their lifetimes end, that these blocks are used again."""

@@ -22,6 +22,7 @@ from stemma.errors import ConfigError, StorageError
 from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult, Storable
 from stemma.memory.tiers.disk.files import FileLayer
 from stemma.memory.tiers.disk.record import (
+    MAX_BLOCK_BYTES,
     RECORD_BYTES,
     RECORD_DTYPE,
     Record,
@@ -63,6 +64,8 @@ def capacity_of(space: KeySpace, block_bytes: int, size_bytes: int) -> int:
 
 def num_disk_blocks(space: KeySpace, block_bytes: int, size_bytes: int) -> int:
     """Return the same; raise ConfigError if none does."""
+    if block_bytes > MAX_BLOCK_BYTES:
+        raise ConfigError(f"a block on disk has up to {MAX_BLOCK_BYTES} bytes, not {block_bytes}")
     num_blocks = capacity_of(space, block_bytes, size_bytes)
     if num_blocks < 1:
         raise ConfigError(f"disk cache of {size_bytes} bytes can't hold one block of {block_bytes}")
@@ -270,6 +273,7 @@ class DiskStore(SlottedStore):
             owner=block.owner,
             used_at=now,
             hint=block.hint,
+            session=block.session,
         ).pack()
         fd, offset = self._slabs.place(slot)
         try:
@@ -398,6 +402,7 @@ class DiskStore(SlottedStore):
         )
         for slot, hint in zip(found.slots.tolist(), hints, strict=True):
             self._hints[slot] = hint
+        self._sessions[found.slots] = records["session"]
         self._used_at[found.slots] = records["used_at"]
         ttl_s = records["ttl_s"].astype(np.float64)
         self._ttl_s[found.slots] = np.where(np.isnan(ttl_s), self._default_ttl_s, ttl_s)

@@ -14,7 +14,8 @@ offset bytes field
 40     32    parent's key
 72     8     generation: grows with every write to the directory
 80     8     checksum of the block's bytes, bound to key and generation
-88     8     length of the block in bytes
+88     4     length of the block in bytes
+92     4     `session_number` of the conversation that left it, 0: none
 96     8     whose it is: `owner_tag` as a number, 0: nobody's
 104    8     time of last use, seconds since 1970 (float64)
 112    4     time to live after last use, seconds (float32, NaN: default)
@@ -40,10 +41,12 @@ import xxhash
 from stemma.types import NO_HINT, BlockKey, RetentionHint
 
 RECORD_BYTES = 128
+MAX_BLOCK_BYTES = (1 << 32) - 1
 DISK_FORMAT_VERSION = 2
-"""1 had a time of writing where 2 has the owner."""
+"""1 had a time of writing where 2 has the owner. Before there were sessions the length had 8 bytes: to such a
+version a block with a session is a free slot."""
 _MAGIC = b"STB1"
-_FIELDS = struct.Struct("<4sHBx32s32sQQQQdfI")
+_FIELDS = struct.Struct("<4sHBx32s32sQQIIQdfI")
 _CHECK = struct.Struct("<Q")
 _CHECKED = struct.Struct("120s8x")
 
@@ -57,7 +60,8 @@ RECORD_DTYPE = np.dtype(
         ("parent", "V32"),
         ("generation", "<u8"),
         ("checksum", "<u8"),
-        ("length", "<u8"),
+        ("length", "<u4"),
+        ("session", "<u4"),
         ("owner", "<u8"),
         ("used_at", "<f8"),
         ("ttl_s", "<f4"),
@@ -81,6 +85,7 @@ class Record:
     owner: str
     used_at: float
     hint: RetentionHint = NO_HINT
+    session: int = 0
 
     def pack(self) -> bytes:
         """Return the 128 bytes."""
@@ -93,6 +98,7 @@ class Record:
             self.generation,
             self.checksum,
             self.length,
+            self.session,
             int(self.owner or "0", 16),
             self.used_at,
             math.nan if self.hint.ttl_s is None else self.hint.ttl_s,

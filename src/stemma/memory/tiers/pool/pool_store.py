@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from stemma.config.settings import PoolSettings
 from stemma.errors import StorageError
 from stemma.memory.tiers.block_store import (
@@ -23,6 +25,7 @@ from stemma.memory.tiers.block_store import (
     StoreCounters,
     check_buffers,
 )
+from stemma.memory.tiers.device_block import NO_NOTES, BlockNotes
 from stemma.memory.tiers.pool.absent import AbsentKeys
 from stemma.memory.tiers.pool.backend import PoolBackend
 from stemma.memory.tiers.pool.breaker import Circuit, CircuitBreaker
@@ -33,9 +36,13 @@ from stemma.memory.tiers.pool.registered import RegisteredMemory
 from stemma.memory.tiers.pool.shares import OwnerShares
 from stemma.memory.tiers.pool.value_staging import Staging
 from stemma.memory.tiers.pool.writes import Writer
+from stemma.memory.tiers.recent_keys import NOTE_BYTES, RecentKeys
 from stemma.types import BlockKey, Tier
 
 _NUM_THREADS = 4
+_MAX_NOTES = 1 << 14
+"""Blocks read last: two prompts of 100,000 tokens."""
+NOTES_BYTES = NOTE_BYTES * _MAX_NOTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +90,16 @@ class PoolStore(BlockStore):
         """Memory that values are staged in, and how much of it is in use."""
         if backend.zero_copy:
             backend.register(self.staging.memory)
-        self._reader = Reader(self._guard, names, self.staging, self._registered, self._absent)
+        self._notes = RecentKeys[BlockNotes](_MAX_NOTES)
+        self._reader = Reader(self._guard, names, self.staging, self._registered, self._absent, self._notes)
         self._writer = Writer(self._guard, names, self.staging, self._registered, self._absent)
         self._shares = OwnerShares()
         self._closed = False
 
     @property
     def reserved_bytes(self) -> int:
-        """Upper limit of this process's memory: staging, and the negative cache."""
-        return self.staging.reserved_bytes + self._absent.reserved_bytes
+        """Upper limit of this process's memory: staging, the negative cache, notes of what was read."""
+        return self.staging.reserved_bytes + self._absent.reserved_bytes + NOTES_BYTES
 
     def register(self, memory: memoryview) -> None:
         """Announce memory (a tier's arena) that blocks are read into and written from in place.
@@ -117,6 +125,10 @@ class PoolStore(BlockStore):
             if not asked or not self._probe(asked, keys, present) or len(asked) < len(some):
                 break
         return present
+
+    @override
+    def notes_many(self, keys: Sequence[BlockKey]) -> list[BlockNotes]:
+        return [self._notes.get(key, NO_NOTES) for key in keys]
 
     def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
         """Read this rank's part of each block."""

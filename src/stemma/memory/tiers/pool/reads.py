@@ -20,13 +20,15 @@ from functools import partial
 import numpy as np
 
 from stemma.memory.tiers.block_store import Loan, ReadResult
+from stemma.memory.tiers.device_block import BlockNotes
 from stemma.memory.tiers.pool.absent import AbsentKeys
 from stemma.memory.tiers.pool.backend import Parts
-from stemma.memory.tiers.pool.envelope import damage
+from stemma.memory.tiers.pool.envelope import damage, notes_in
 from stemma.memory.tiers.pool.guard import Guard
 from stemma.memory.tiers.pool.keys import PoolKeys
 from stemma.memory.tiers.pool.registered import RegisteredMemory
 from stemma.memory.tiers.pool.value_staging import Staging
+from stemma.memory.tiers.recent_keys import RecentKeys
 from stemma.types import BlockKey
 
 BATCH_BLOCKS = 64
@@ -62,7 +64,10 @@ class Reader:
         staging: Staging,
         registered: RegisteredMemory,
         absent: AbsentKeys,
+        notes: RecentKeys[BlockNotes],
     ) -> None:
+        """`notes` receives what the blocks that are read came with."""
+        self._notes = notes
         self._guard = guard
         self._names = names
         self._staging = staging
@@ -177,7 +182,7 @@ class Reader:
         def check(part: slice) -> list[ReadResult]:
             checked = []
             for wanted, (header, payload), result in zip(batch[part], values[part], found[part], strict=True):
-                checked.append(self._checked(wanted.name, header, payload, result))
+                checked.append(self._checked(wanted, header, payload, result))
                 if checked[-1] is ReadResult.HIT and wanted.into is not payload:
                     # Not a slice assignment: numpy releases the GIL.
                     np.copyto(np.frombuffer(wanted.into, np.uint8), np.frombuffer(payload, np.uint8))
@@ -201,10 +206,13 @@ class Reader:
             self._guard.remove(spoiled)
         return results
 
-    def _checked(self, name: str, header: memoryview, payload: memoryview, result: ReadResult) -> ReadResult:
+    def _checked(
+        self, wanted: _Wanted, header: memoryview, payload: memoryview, result: ReadResult
+    ) -> ReadResult:
         if result is ReadResult.HIT:
-            found = damage(name, header, payload)
+            found = damage(wanted.name, header, payload)
             if found is None:
+                self._notes.note({wanted.key: notes_in(header)})
                 return ReadResult.HIT
             self._guard.count_reason(found.value)
             return ReadResult.CORRUPT

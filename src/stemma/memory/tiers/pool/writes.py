@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from stemma.memory.tiers.block_store import BlockPut, PutResult
+from stemma.memory.tiers.device_block import BlockNotes
 from stemma.memory.tiers.pool.absent import AbsentKeys
 from stemma.memory.tiers.pool.backend import Parts
 from stemma.memory.tiers.pool.envelope import seal
@@ -76,13 +77,13 @@ class Writer:
         if all(self._registered.covers(block.data) for block in blocks):
             headers = self._staging.headers.take(len(blocks), self._guard.deadline_s)
             for block, name, header in zip(blocks, names, headers, strict=False):
-                seal(name, block.data, header)
+                seal(name, block.data, header, BlockNotes(block.hint, block.session))
                 batch.append(_Write(block.key, name, (header, block.data)))
             return batch, partial(self._staging.headers.free, headers)
         slots = self._staging.slots.take(len(blocks), self._guard.deadline_s)
         for block, name, slot in zip(blocks, names, slots, strict=False):
             np.copyto(np.frombuffer(slot.payload, np.uint8), np.frombuffer(block.data, np.uint8))
-            seal(name, slot.payload, slot.header)
+            seal(name, slot.payload, slot.header, BlockNotes(block.hint, block.session))
             batch.append(_Write(block.key, name, (slot.whole,)))
         return batch, partial(self._staging.slots.free, slots)
 
