@@ -15,9 +15,9 @@ COPY src ./src
 COPY packages ./packages
 # Extras of the router, separated by commas: ray for replicas on Ray Serve, envoy for the endpoint picker.
 ARG EXTRAS=
-RUN /opt/stemma/bin/pip wheel --no-cache-dir --no-deps -w /wheels . ./packages/mindie ./packages/router ./packages/lab \
+RUN /opt/stemma/bin/pip wheel --no-cache-dir --no-deps -w /wheels . ./packages/mindie ./packages/router ./packages/lab ./packages/batch \
     && /opt/stemma/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
-    && /opt/stemma/bin/pip install --no-cache-dir -c constraints.txt "stemma-router[${EXTRAS}]" stemma-mindie stemma-lab \
+    && /opt/stemma/bin/pip install --no-cache-dir -c constraints.txt "stemma-router[${EXTRAS}]" stemma-mindie stemma-lab stemma-batch \
     && test -n "$(find /opt/stemma -path '*/stemma/native/prebuilt/*.so')"
 
 FROM python:3.11-slim-bookworm

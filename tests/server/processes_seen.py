@@ -5,7 +5,8 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from stemma.server.transport.dev_ca import DevCA
+import trustme
+
 from tests.server.scripted_process import Server
 
 
@@ -17,10 +18,10 @@ def memory(server: Server) -> int:
 
 
 def tls_files(folder: Path) -> tuple[dict[str, str], ssl.SSLContext]:
-    ca = DevCA()
-    issued = ca.issue_server(("127.0.0.1", "localhost"))
-    (folder / "cert.pem").write_bytes(issued.certificate_pem)
-    (folder / "key.pem").write_bytes(issued.key_pem())
+    ca = trustme.CA()
+    issued = ca.issue_cert("127.0.0.1", "localhost")
+    issued.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    issued.private_key_pem.write_to_path(folder / "key.pem")
     (folder / "key.pem").chmod(0o600)
     files = {"cert": str(folder / "cert.pem"), "key": str(folder / "key.pem")}
-    return files, ssl.create_default_context(cadata=ca.pem.decode())
+    return files, ssl.create_default_context(cadata=ca.cert_pem.bytes().decode())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -42,6 +45,21 @@ def _counters(_: object) -> tuple[tuple[str, str, float], ...]:
 
 
 API = GuestApi((router,), AliasNames({}, _counters, lambda _: ()))
+
+
+@asynccontextmanager
+async def _opened(app: FastAPI) -> AsyncIterator[None]:
+    app.state.opened = "open"
+    yield
+    app.state.opened = "closed"
+
+
+def begin(app: FastAPI) -> AbstractAsyncContextManager[None]:
+    app.state.opened = app.state.operator.engine.model_name
+    return _opened(app)
+
+
+OPENER, IDLE = GuestApi((), begin=begin), GuestApi((), begin=lambda _: None)
 
 
 @pytest.fixture(autouse=True)
@@ -96,17 +114,32 @@ async def test_a_package_that_cannot_be_imported_is_told_and_the_server_serves(
         assert (await client.get("/greeting")).status_code == 200
 
 
+async def test_a_packages_parts_are_open_while_the_server_serves(
+    monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine, settings: Settings
+) -> None:
+    install(monkeypatch, opener=f"{__name__}:OPENER", idle=f"{__name__}:IDLE")
+    app = create_app(engine, settings)
+    assert app.state.opened == "scripted"
+    async with app.router.lifespan_context(app):
+        assert app.state.opened == "open"
+    assert app.state.opened == "closed"
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"requests": RequestSettings(dialect="mindie")},
         {"server": ServerSettings(metric_aliases=("mindie",))},
+        {"server": ServerSettings(batch_directory=Path("batches"))},
     ],
-    ids=("dialect", "metric_aliases"),
+    ids=("dialect", "metric_aliases", "batch_directory"),
 )
 @pytest.mark.parametrize(
     ("installed", "message"),
-    [({}, r"pip install \./packages/mindie"), ({"mindie": "no_such_module:API"}, "no_such_module")],
+    [
+        ({}, r"pip install \./packages/(mindie|batch)"),
+        ({"mindie": "no_such_module:API", "batch": "no_such_module:API"}, "no_such_module"),
+    ],
     ids=("missing", "broken"),
 )
 def test_a_setting_that_needs_a_package_says_so(

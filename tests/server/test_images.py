@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
-import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from stemma.config.settings import EngineSettings, ImageSettings, ServerSettings, Settings
+from stemma.config.settings import EngineSettings, ImageSettings, Settings
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.llm import engine_settings
 from stemma.native.library import load_kernels
@@ -280,39 +278,4 @@ async def test_decoded_images_are_a_budget(settings: EngineSettings) -> None:
             if line.startswith('stemma_budget_held{budget="image_bytes"}')
         )
         assert held.endswith(" 0.0")
-    engine.close()
-
-
-async def test_lines_of_a_batch_may_have_images(settings: EngineSettings, tmp_path: Path) -> None:
-    """Their answers are those of single requests, and an image is encoded once for all lines."""
-    engine = AsyncEngine.from_settings(settings)
-    server = ServerSettings(batch_directory=tmp_path / "batches", batch_seats=2)
-    app = create_app(engine, Settings(engine=settings, server=server))
-    bodies = [openai(picture(1), question)[1] for question in ("What is this?", "Who was that?", "And why?")]
-    lines: list[dict[str, Any]] = [
-        {"custom_id": f"line {number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
-        for number, body in enumerate(bodies)
-    ]
-    content = "\n".join(json.dumps(one | {"body": {"model": "tiny", **one["body"]}}) for one in lines)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as http,
-    ):
-        single = [await post(http, "/v1/chat/completions", body) for body in bodies]
-        await engine.cache_control.flush()
-        file = await http.post(
-            "/v1/files", files={"file": ("in.jsonl", content.encode())}, data={"purpose": "batch"}
-        )
-        asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/chat/completions"}
-        batch = (await http.post("/v1/batches", json=asked | {"completion_window": "24h"})).json()
-        async with asyncio.timeout(20):
-            while batch["status"] not in ("completed", "failed"):
-                await asyncio.sleep(0.02)
-                batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
-        assert (batch["status"], batch["error_file_id"]) == ("completed", None)
-        found = (await http.get(f"/v1/files/{batch['output_file_id']}/content")).text.splitlines()
-        answers = [json.loads(one)["response"]["body"]["choices"][0]["message"] for one in found]
-        assert answers == [one["choices"][0]["message"] for one in single]
-        assert await metric(http, "stemma_images_encoded_total") == 1
     engine.close()

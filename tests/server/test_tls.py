@@ -11,13 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
+import trustme
 
 from stemma.config.settings import ServerSettings, TLSSettings
 from stemma.errors import ConfigError
 from stemma.server.door.access import Access
-from stemma.server.transport.dev_ca import DevCA, Issued
 from stemma.server.transport.planes import Plane, plane_of
 from stemma.server.transport.tls import ReloadableContext, load_context
+from tests.certificates import encrypted, revocation_list
 from tests.server.scripted_process import scripted_server
 
 HOSTS = ("127.0.0.1", "localhost")
@@ -28,14 +29,14 @@ class Files:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.ca = DevCA()
-        self.server = self.ca.issue_server(HOSTS)
-        self.client = self.ca.issue_client("alice")
-        self.write("ca.pem", self.ca.pem)
-        self.write("server.pem", self.server.certificate_pem)
-        self.write("server.key", self.server.key_pem(b"secret"))
+        self.ca = trustme.CA()
+        self.server = self.ca.issue_cert(*HOSTS)
+        self.client = self.ca.issue_cert(common_name="alice")
+        self.write("ca.pem", self.ca.cert_pem.bytes())
+        self.write("server.pem", self.server.cert_chain_pems[0].bytes())
+        self.write("server.key", encrypted(self.server.private_key_pem, b"secret"))
         self.write("password", b"secret\n")
-        self.write("crl.pem", self.ca.revocation_list())
+        self.write("crl.pem", revocation_list(self.ca))
 
     def write(self, name: str, content: bytes) -> Path:
         path = self.directory / name
@@ -52,10 +53,10 @@ class Files:
         }
         return TLSSettings(**(given | changes))
 
-    def client_context(self, issued: Issued | None, *, trusts: DevCA | None = None) -> ssl.SSLContext:
-        context = ssl.create_default_context(cadata=(trusts or self.ca).pem.decode())
+    def client_context(self, issued: trustme.LeafCert | None) -> ssl.SSLContext:
+        context = ssl.create_default_context(cadata=self.ca.cert_pem.bytes().decode())
         if issued is not None:
-            pair = self.write("client.pem", issued.certificate_pem + issued.key_pem())
+            pair = self.write("client.pem", issued.private_key_and_cert_chain_pem.bytes())
             context.load_cert_chain(pair)
         return context
 
@@ -85,7 +86,7 @@ def test_mutual_tls_with_an_encrypted_key_revocation_and_reload(tokenizer_path: 
         assert url.startswith("https://127.0.0.1:")
         known = files.client_context(files.client)
         assert ask(url, known).status_code == 200
-        for stranger in (None, DevCA().issue_client("alice")):
+        for stranger in (None, trustme.CA().issue_cert(common_name="alice")):
             with pytest.raises(httpx.TransportError):
                 ask(url, files.client_context(stranger))
         with pytest.raises(httpx.TransportError):
@@ -93,15 +94,15 @@ def test_mutual_tls_with_an_encrypted_key_revocation_and_reload(tokenizer_path: 
 
         with httpx.Client(verify=known) as old_connection:
             assert old_connection.get(f"{url}/health").status_code == 200
-            files.write("crl.pem", files.ca.revocation_list([files.client.certificate]))
+            files.write("crl.pem", revocation_list(files.ca, [files.client]))
             process.send_signal(signal.SIGHUP)
             assert is_refused_soon(url, files.client_context(files.client))
             assert old_connection.get(f"{url}/health").status_code == 200, "open connections stay"
-        assert ask(url, files.client_context(files.ca.issue_client("bob"))).status_code == 200
+        assert ask(url, files.client_context(files.ca.issue_cert(common_name="bob"))).status_code == 200
 
         files.write("server.pem", b"no certificate")
         process.send_signal(signal.SIGHUP)
-        assert ask(url, files.client_context(files.ca.issue_client("carol"))).status_code == 200
+        assert ask(url, files.client_context(files.ca.issue_cert(common_name="carol"))).status_code == 200
         process.terminate()
         assert process.wait(10) == 0
 
@@ -141,12 +142,12 @@ def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLError 
     [
         ("server.key", None, "can't read .*server.key: No such file.*stemma certs dev"),
         ("server.pem", b"", "server.pem with .*server.key: no PEM, or key and certificate differ"),
-        ("server.pem", DevCA().issue_server(HOSTS).certificate_pem, "server.pem with .*"),
+        ("server.pem", trustme.CA().issue_cert(*HOSTS).cert_chain_pems[0].bytes(), "server.pem with .*"),
         ("password", b"wrong", "wrong passphrase"),
         ("password", b"\n", "no passphrase in its first line"),
         ("password", None, "can't read .*password"),
         ("ca.pem", b"nothing", "ca.pem is no CA certificate"),
-        ("crl.pem", DevCA().pem, "crl.pem holds no revocation list"),
+        ("crl.pem", trustme.CA().cert_pem.bytes(), "crl.pem holds no revocation list"),
     ],
 )
 def test_a_file_at_fault_is_named(files: Files, name: str, content: bytes | None, message: str) -> None:

@@ -57,12 +57,12 @@ COMMANDS: Commands = {
     "cache": ("stemma.cli.cache:app", "Inspect and clean disk caches, export and import prefixes."),
     "keys": ("stemma.cli.keys:app", "API keys and the tenants that they belong to."),
     "config": ("stemma.cli.config:app", "Check a configuration file, explain a setting or a key."),
-    "certs": ("stemma.cli.certs:app", "Make certificates to try HTTPS with."),
 }
 """Of the core."""
 GUESTS = {
     "stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool", "bench"),
     "stemma-router": ("route", "cluster"),
+    "stemma-mindie": ("certs",),
 }
 """Packages of this repository that bring further commands, and their names: what to install for one."""
 GROUP = "stemma.commands"

@@ -1,23 +1,39 @@
-"""What a server keeps on disk beside blocks, for `stemma cache`: files of batches, and the usage ledger."""
+"""What a server keeps on disk beside blocks, for `stemma cache`: the usage ledger, and what packages keep.
+
+A package registers a `Kept` in the entry point group ``stemma.kept``, under the file's name by which its
+directories are known.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import typer
 
-from stemma.config.sizes import format_size
-from stemma.errors import StorageError
+from stemma import guests
+from stemma.errors import ConfigError
 
-_UNBOUNDED = 1 << 62
+GROUP = "stemma.kept"
+_BROUGHT_BY = {"batches.db": "stemma-batch"}
+"""By a file of the directory: the package of Stemma's repository that keeps it."""
+
+
+class Kept(Protocol):
+    """Shows and cleans directories of one kind. Each raises StorageError."""
+
+    def shown(self, path: Path) -> Iterator[str]:
+        """Yield lines on what is there."""
+
+    def drop_older(self, path: Path, before: float) -> str:
+        """Drop what is older than `before`, in seconds since 1970, and say so."""
 
 
 def is_beside_blocks(path: Path) -> bool:
-    """Whether a path is a directory of batches or a ledger's file, and no directory of blocks."""
-    from stemma.server.batches.store import DATABASE
-
-    return path.is_file() or (path / DATABASE).exists()
+    """Whether a path is a ledger's file or a directory that a package keeps, and none of blocks."""
+    return path.is_file() or _mark(path) is not None
 
 
 def show_kept(path: Path) -> None:
@@ -25,23 +41,11 @@ def show_kept(path: Path) -> None:
     if path.is_file():
         from stemma.insight.ledger import sqlite_url, total, usage
 
-        typer.echo(
-            f"{path.name}  {total(usage(sqlite_url(path), 'day')).num_requests} requests in the ledger"
-        )
+        num_requests = total(usage(sqlite_url(path), "day")).num_requests
+        typer.echo(f"{path.name}  {num_requests} requests in the ledger")
         return
-    from stemma.budgets import Budget
-    from stemma.server.batches.store import BatchStore
-
-    store = BatchStore(path, Budget("batches", "bytes", _UNBOUNDED))
-    counts = store.counts()
-    store.close()
-    typer.echo(
-        f"{path.name}  {counts['batches']} batches, {counts['files']} files of {format_size(counts['bytes'])}"
-    )
-    if counts["unreadable"]:
-        typer.echo(
-            f"    {counts['unreadable']} batches can't be read; `stemma cache gc --unused-for` drops them"
-        )
+    for line in _keeper(path).shown(path):
+        typer.echo(line)
 
 
 def drop_kept(path: Path, age_s: float) -> None:
@@ -52,15 +56,18 @@ def drop_kept(path: Path, age_s: float) -> None:
 
         typer.echo(f"{path.name}: {drop_older(sqlite_url(path), before)} requests dropped from the ledger")
         return
-    import sqlite3
+    typer.echo(_keeper(path).drop_older(path, before))
 
-    from stemma.budgets import Budget
-    from stemma.server.batches.store import BatchStore
 
-    store = BatchStore(path, Budget("batches", "bytes", _UNBOUNDED))
-    try:
-        typer.echo(f"{path.name}: {store.drop_older(before)} files of batches dropped")
-    except (OSError, sqlite3.Error) as error:
-        raise StorageError(f"{path}: {error}") from error
-    finally:
-        store.close()
+def _mark(path: Path) -> str | None:
+    return next((name for name in {*_BROUGHT_BY, *guests.names(GROUP)} if (path / name).exists()), None)
+
+
+def _keeper(path: Path) -> Kept:
+    """Return what knows a directory. Raises ConfigError if its package isn't installed, or is broken."""
+    name = _mark(path)
+    assert name is not None
+    keeper: Kept | None = guests.load(GROUP, name)
+    if keeper is None:
+        raise ConfigError(f"{path} is kept by {guests.to_install(_BROUGHT_BY[name])}")
+    return keeper

@@ -17,9 +17,7 @@ from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
 from stemma.errors import NotFound
 from stemma.server.apis import (
-    batches,
     embeddings,
-    files,
     openai_chat,
     openai_completions,
     reranking,
@@ -59,9 +57,6 @@ ROUTERS = (
     reranking.router,
     responses.router,
     conversations.router,
-    files.upload_router,
-    files.router,
-    batches.router,
     messages.router,
     tgi.router,
     management.open_router,

@@ -7,18 +7,22 @@ clients it answers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import cache
 
+from fastapi import FastAPI
+
 from stemma import guests
+from stemma.config.settings import Settings
 from stemma.errors import ConfigError
 from stemma.server.observe.metric_aliases import AliasNames
 from stemma.server.routes import Router
 
 GROUP = "stemma.apis"
-_BROUGHT_BY = {"mindie": "stemma-mindie"}
-"""By the name of a server: the package of Stemma's repository that answers its clients."""
+_BROUGHT_BY = {"mindie": "stemma-mindie", "batch": "stemma-batch"}
+"""By the name of the entry point: the package of Stemma's repository."""
 _logger = logging.getLogger(__name__)
 
 
@@ -31,6 +35,9 @@ class GuestApi:
     `operator.context`."""
     metric_names: AliasNames | None = None
     """How that server's dashboards call what `/metrics` shows."""
+    begin: Callable[[FastAPI], AbstractAsyncContextManager[None] | None] | None = None
+    """Makes what the routes need beside the contexts, once these are in the app's `state`; what it returns is
+    open while the server serves. Raises ConfigError or StorageError."""
 
 
 @cache
@@ -45,7 +52,18 @@ def guest_routers() -> Iterator[Router]:
         yield from api.routers
 
 
-def check_dialect(setting: str, name: str) -> None:
-    """Raise ConfigError if `setting` names a server whose package can't be had, and say what to install."""
+def begun_parts(app: FastAPI, settings: Settings) -> list[AbstractAsyncContextManager[None]]:
+    """Let each package make its parts; return what is open while the server serves.
+
+    Raises ConfigError or StorageError.
+    """
+    if settings.server.batch_directory is not None:
+        check_installed("batch", "batch_directory")
+    begun = [api.begin(app) for api in guest_apis().values() if api.begin is not None]
+    return [part for part in begun if part is not None]
+
+
+def check_installed(name: str, setting: str) -> None:
+    """Raise ConfigError if a package that `setting` needs isn't there, and say what to install."""
     if name in _BROUGHT_BY and guests.load(GROUP, name) is None:
-        raise ConfigError(f"{setting}: {name!r} comes with {guests.to_install(_BROUGHT_BY[name])}")
+        raise ConfigError(f"{setting} needs {guests.to_install(_BROUGHT_BY[name])}")

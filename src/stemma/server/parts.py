@@ -14,15 +14,12 @@ from stemma.engine.client import EngineClient
 from stemma.insight.divergence.window import DivergenceWindow
 from stemma.server.answers.families import answer_format
 from stemma.server.answers.logprobs import TokenTexts
-from stemma.server.apis import embeddings, openai_chat, openai_completions
-from stemma.server.apis.responses import api as responses
 from stemma.server.apis.responses.store import OwnedStore, Stores
-from stemma.server.batches.batches import Batches
-from stemma.server.batches.calls import Handler, LocalCalls
 from stemma.server.door.access import Access
 from stemma.server.door.ledger import Admission
 from stemma.server.door.published import PublishedPrefixes
 from stemma.server.door.quotas import CacheQuotas
+from stemma.server.guest_apis import begun_parts
 from stemma.server.history.parts import WrittenHistory
 from stemma.server.history.preparing import TurnPreparer
 from stemma.server.lifecycle import Lifecycle
@@ -42,14 +39,6 @@ from stemma.server.turn.intake import Intake
 from stemma.server.turn.observers import observers
 from stemma.server.turn.reports import Reports
 from stemma.server.turn.run import TurnRunner
-
-BATCH_ENDPOINTS: dict[str, Handler] = {
-    "/v1/chat/completions": openai_chat.create_chat_completion,
-    "/v1/completions": openai_completions.create_completion,
-    "/v1/embeddings": embeddings.create_embeddings,
-    "/v1/responses": responses.create_response,
-}
-"""Endpoints that a batch may name."""
 
 
 def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: ServerMetrics) -> None:
@@ -113,10 +102,9 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
         bundle_key,
         history,
     )
-    calls = LocalCalls(app, access, BATCH_ENDPOINTS)
-    state.batches = Batches.of(server, calls, engine, lifecycle, admission, metrics)
     limits = (server.max_responses, server.max_response_bytes // 2, server.response_ttl_s)
     state.stores = Stores(OwnedStore(*limits), OwnedStore(*limits))
+    state.guest_parts = begun_parts(app, settings)
 
 
 @asynccontextmanager
@@ -125,8 +113,8 @@ async def running(state: State) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
         stack.callback(state.turns.end)
         await stack.enter_async_context(attaching_late_pool(state.api.engine))
-        if state.batches is not None:
-            await stack.enter_async_context(state.batches.running())
+        for part in state.guest_parts:
+            await stack.enter_async_context(part)
         yield
 
 

@@ -29,13 +29,7 @@ FREE = {
         GET /v1/models/{name:path}
         GET /info""",
     "an end, which gives back": """DELETE /v1/responses/{response_id}
-        DELETE /v1/conversations/{conversation_id}
-        DELETE /v1/files/{file_id}
-        POST /v1/batches/{batch_id}/cancel""",
-    "rows of one's own, bounded in number": """GET /v1/files
-        GET /v1/files/{file_id}
-        GET /v1/batches
-        GET /v1/batches/{batch_id}""",
+        DELETE /v1/conversations/{conversation_id}""",
 }
 """Routes that don't count as requests, and why."""
 
@@ -80,7 +74,6 @@ LARGEST: dict[str, list[dict[str, Any]]] = {
     "/v1/conversations": [{"items": [{"role": "user", "content": PROMPT * 50}]}],
     "/v1/conversations/{conversation_id}": [{"metadata": {"a": "b" * 500}}],
     "/v1/conversations/{conversation_id}/items": [{"items": [{"role": "user", "content": PROMPT * 50}]}],
-    "/v1/batches": [{"input_file_id": "none", "endpoint": "/v1/completions", "completion_window": "24h"}],
     "/generate": [
         {"inputs": PROMPT, "parameters": TGI},
         {"prompt": PROMPT, "n": 128, "max_tokens": 1},
@@ -100,7 +93,6 @@ LARGEST: dict[str, list[dict[str, Any]]] = {
         {"model": "scripted", "input": [PROMPT] * 9},
         {"model": "scripted", "input": ["a"] * 50, "encoding_format": "base64"},
     ],
-    "/v1/files": [{"lines": 3000}],
 }
 """Bodies of POST by path: the most of each thing that an answer may repeat."""
 

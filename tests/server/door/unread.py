@@ -26,8 +26,6 @@ from stemma.server.routes import TENANT, AudienceRoute
 from tests.server.door.rig import Rig
 from tests.server.scripted_engine import ScriptedEngine
 
-_ASKED = {"prompt": "hello world " * 100}
-_LINE = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": _ASKED})
 VECTORS = Abilities(generates=False, embedding=EmbeddingFormat("last", 4096))
 POOLED = ("/rerank", "/score", "/embeddings")
 """Ends of the paths whose answers are made of vectors."""
@@ -45,14 +43,6 @@ def path_of(path: str, **names: str) -> str:
 
 
 JSON = "application/json"
-
-
-def upload_of(num_lines: int) -> tuple[bytes, str]:
-    """Return the body of an upload, and its type."""
-    fields = b'--cut\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-    fields += b'--cut\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
-    content = fields + (_LINE.encode() + b"\n") * num_lines + b"\r\n--cut--\r\n"
-    return content, "multipart/form-data; boundary=cut"
 
 
 def uploaded(admission: Admission) -> int:
@@ -139,18 +129,19 @@ class Unread:
 async def walk(
     engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    """Ask, and leave unread: at most a fifth more is held than told, and nothing once the client has left."""
-    rig = Rig(engine, tmp_path, "", batch_directory=tmp_path / "batches")
-    made = await made_conversation(rig)
-    names = {"conversation_id": made.json()["id"]}
+    """`walk_rig`, with a body of JSON and a rig of its own."""
     if path.endswith(POOLED):
         engine.abilities = VECTORS
-    if path == "/v1/batches":
-        content, kind = upload_of(1)
-        kept = await rig.client.post(
-            "/v1/files", content=content, headers=rig.keys["ada"] | {"content-type": kind}
-        )
-        body = body | {"input_file_id": kept.json()["id"]}
+    await walk_rig(Rig(engine, tmp_path, ""), monkeypatch, path, json.dumps(body).encode())
+    assert not engine.active
+
+
+async def walk_rig(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, path: str, content: bytes, kind: str = JSON
+) -> None:
+    """Ask, and leave unread: at most a fifth more is held than told, and nothing once the client has left."""
+    made = await made_conversation(rig)
+    names = {"conversation_id": made.json()["id"]}
     admission: Admission = rig.app.state.admission
     await rig.ask("ada", {"prompt": "x", "max_tokens": 1, "logprobs": 1})  # what is made once
     sizes: list[AnswerSize] = []
@@ -162,7 +153,6 @@ async def walk(
         hold(size, owner, holding)
 
     monkeypatch.setattr(admission, "hold", noted)
-    content, kind = upload_of(body["lines"]) if "lines" in body else (json.dumps(body).encode(), JSON)
     gc.collect()
     tracemalloc.start()
     one = Unread(rig, "POST", path_of(path, **names), content, kind)
@@ -183,7 +173,6 @@ async def walk(
         one.leaves.set()
         await task
     assert {one.name: one.held for one in admission.states() if one.held and one.name != "batch_bytes"} == {}
-    assert not engine.active
 
 
 LONG_TOKENS = ("y" * 3000, "\x01" * 600)
@@ -203,9 +192,11 @@ async def walk_long_token(
     await walk(engine, folder, patch, path, {**limit, **body, "max_tokens": 110})
 
 
-async def check_meter(engine: ScriptedEngine, folder: Path, method: str, path: str, body: Any) -> None:
+async def check_meter(
+    engine: ScriptedEngine, folder: Path, method: str, path: str, body: Any, **changes: object
+) -> None:
     """The second request of a minute is refused, whatever became of the first."""
-    rig = Rig(engine, folder, "requests_per_minute = 1", batch_directory=folder / "batches")
+    rig = Rig(engine, folder, "requests_per_minute = 1", **changes)
     content = json.dumps(body).encode() if method == "POST" else b""
     headers = rig.keys["ada"] | {"content-type": "application/json"}
     statuses = [
@@ -215,9 +206,9 @@ async def check_meter(engine: ScriptedEngine, folder: Path, method: str, path: s
     assert (statuses[0] != 429, statuses[1]) == (True, 429), (method, path)
 
 
-async def check_given_back(engine: ScriptedEngine, tmp_path: Path, path: str) -> None:
+async def check_given_back(engine: ScriptedEngine, tmp_path: Path, path: str, **changes: object) -> None:
     """Ask for what GET gives and leave: nothing is held then."""
-    rig = Rig(engine, tmp_path, "", batch_directory=tmp_path / "batches")
+    rig = Rig(engine, tmp_path, "", **changes)
     made = await made_conversation(rig)
     names = {"conversation_id": made.json()["id"]}
     one = Unread(rig, "GET", path_of(path, **names))

@@ -77,7 +77,8 @@ def _require(path: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"TLS: can't read {path}: {error.strerror or error}. "
-            "`stemma certs dev` makes certificates to try it; --config with httpsEnabled false does without"
+            "`stemma certs dev` (of stemma-mindie) makes certificates to try it; --config with httpsEnabled "
+            "false does without"
         ) from error
 
 

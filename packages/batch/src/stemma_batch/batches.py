@@ -15,17 +15,17 @@ from prometheus_client.registry import Collector
 from stemma.config.settings import ServerSettings
 from stemma.engine.client import EngineClient
 from stemma.errors import InvalidRequest, RateLimited, StorageError
-from stemma.server.batches.calls import LocalCalls
-from stemma.server.batches.lines import LineLimits
-from stemma.server.batches.records import BATCH_PURPOSE, ENDED, Batch, BatchOrder
-from stemma.server.batches.run import BatchRun
-from stemma.server.batches.seats import FairSeats
-from stemma.server.batches.storage import BatchStorage
-from stemma.server.batches.store import BatchStore
 from stemma.server.door.ledger import Admission, shared
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.metrics import ServerMetrics
 from stemma.server.schemas.json_input import max_values_of
+from stemma_batch.calls import LocalCalls
+from stemma_batch.lines import LineLimits
+from stemma_batch.records import BATCH_PURPOSE, ENDED, Batch, BatchOrder
+from stemma_batch.run import BatchRun
+from stemma_batch.seats import FairSeats
+from stemma_batch.storage import BatchStorage
+from stemma_batch.store import BatchStore
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from starlette.types import Message
 
 from stemma.budgets import Holding
 from stemma.errors import StemmaError, Unauthorized
-from stemma.server.batches.records import BatchUsage
 from stemma.server.door.access import Access
 from stemma.server.door.caller import Caller, begin_call
 from stemma.server.door.entry import counted_in
 from stemma.server.door.keyfile import Tenant
 from stemma.server.errors import json_response, openai_body, openai_error
+from stemma_batch.records import BatchUsage
 
 logger = logging.getLogger(__name__)
 

@@ -12,17 +12,17 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from packages.batch.tests.batch_client import CHAT, begun, line, records, sent, waited
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_process import scripted_server
 
 from stemma.budgets import Budget
 from stemma.config.settings import ServerSettings, Settings
 from stemma.errors import StorageError
 from stemma.server.app import create_app
-from stemma.server.batches.records import BATCH_PURPOSE, StoredFile
-from stemma.server.batches.records import Batch as StoredBatch
-from stemma.server.batches.store import BatchStore
-from tests.server.batch_client import CHAT, begun, line, records, sent, waited
-from tests.server.scripted_engine import ScriptedEngine
-from tests.server.scripted_process import scripted_server
+from stemma_batch.records import BATCH_PURPOSE, StoredFile
+from stemma_batch.records import Batch as StoredBatch
+from stemma_batch.store import BatchStore
 
 DEEP = '"tools": ' + "[" * 600 + "]" * 600
 
@@ -279,7 +279,7 @@ def test_an_error_of_ours_fails_the_batch(
     def broken(self: object, body: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("stemma.server.batches.records.BatchUsage.plus", broken)
+    monkeypatch.setattr("stemma_batch.records.BatchUsage.plus", broken)
     batch = waited(client, begun(client, [line("a", "x"), line("b", "y", temperature=-1)]))
     assert batch.status == "failed"
     assert batch.errors is not None

@@ -7,10 +7,16 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from stemma.cli import make_app
+from stemma.cli import GUESTS, load_command, make_app
 from stemma.config.settings import TLSSettings
 from stemma.errors import ConfigError
 from stemma.server.transport.tls import load_context
+from stemma_mindie.commands import COMMANDS
+
+
+def test_the_core_says_that_the_command_comes_with_this_package() -> None:
+    assert GUESTS["stemma-mindie"] == tuple(COMMANDS)
+    assert load_command("certs").help == COMMANDS["certs"][1]
 
 
 def test_dev_certificates_lie_where_mindie_looks_and_load(tmp_path: Path) -> None:

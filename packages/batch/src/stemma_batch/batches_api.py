@@ -5,15 +5,15 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.server.apis.files import batches_of
 from stemma.server.apis.pages import item_page
-from stemma.server.batches.records import BatchOrder
 from stemma.server.door.access import owner_of
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
 from stemma.server.routes import TENANT, Router
-from stemma.server.schemas.batches import BatchRequest
 from stemma.server.turn.body import read_object, validate
+from stemma_batch.files_api import batches_of
+from stemma_batch.records import BatchOrder
+from stemma_batch.schemas import BatchRequest
 
 router = Router(openai_error)
 

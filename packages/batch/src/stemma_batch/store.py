@@ -25,8 +25,8 @@ from pathlib import Path
 
 from stemma.budgets import Budget
 from stemma.errors import NotFound, StorageError
-from stemma.server.batches.lines import BatchLine
-from stemma.server.batches.records import ENDED, Batch, StoredFile
+from stemma_batch.lines import BatchLine
+from stemma_batch.records import ENDED, Batch, StoredFile
 
 logger = logging.getLogger(__name__)
 DATABASE = "batches.db"

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import secrets
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from stemma.errors import ConfigError
 
+if TYPE_CHECKING:
+    import trustme
+
 app = typer.Typer(no_args_is_help=True, help="Make certificates to try HTTPS with.")
+VALID_DAYS = 397
+"""Longer than this, some clients refuse a server's certificate."""
+_CLOCK_SKEW = timedelta(minutes=5)
 _ALWAYS_HOSTS = ("127.0.0.1", "localhost", "::1", "127.0.0.2")
 
 
@@ -63,25 +70,50 @@ def dev(
 
 def _make(hosts: list[str]) -> dict[str, tuple[bytes, bool]]:
     """Return each file's content and whether it is secret."""
-    from stemma.server.transport.dev_ca import DevCA
+    import trustme
 
-    ca = DevCA()
-    client = ca.issue_client("stemma development client")
+    ca = trustme.CA(organization_name="Stemma", organization_unit_name="development CA")
+    expiry = datetime.now(UTC) + timedelta(days=VALID_DAYS)
+    client = ca.issue_cert(common_name="stemma development client", not_after=expiry)
+    ca_pem, revoked = ca.cert_pem.bytes(), _empty_revocation_list(ca, expiry)
     files: dict[str, tuple[bytes, bool]] = {
-        "ca.pem": (ca.pem, False),
-        "client.pem": (client.certificate_pem, False),
-        "client.key.pem": (client.key_pem(), True),
+        "ca.pem": (ca_pem, False),
+        "client.pem": (client.cert_chain_pems[0].bytes(), False),
+        "client.key.pem": (client.private_key_pem.bytes(), True),
     }
     for plane in ("", "management/", "metrics/"):
-        server = ca.issue_server(hosts)
+        server = ca.issue_cert(*hosts, not_after=expiry)
         passphrase = secrets.token_urlsafe(24).encode()
         ca_file = f"security/{plane}ca/{plane.replace('/', '_')}ca.pem"
         lists = f"security/{plane}certs/" if plane else "security/certs/"
         files |= {
-            ca_file: (ca.pem, False),
-            f"security/certs/{plane}server.pem": (server.certificate_pem, False),
-            f"security/keys/{plane}server.key.pem": (server.key_pem(passphrase), True),
+            ca_file: (ca_pem, False),
+            f"security/certs/{plane}server.pem": (server.cert_chain_pems[0].bytes(), False),
+            f"security/keys/{plane}server.key.pem": (_encrypted(server, passphrase), True),
             f"security/pass/{plane}key_pwd.txt": (passphrase + b"\n", True),
-            f"{lists}server_crl.pem": (ca.revocation_list(), False),
+            f"{lists}server_crl.pem": (revoked, False),
         }
     return files
+
+
+def _encrypted(issued: trustme.LeafCert, passphrase: bytes) -> bytes:
+    """Return the key of a certificate, PEM; trustme leaves it plain."""
+    from cryptography.hazmat.primitives import serialization
+
+    key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), password=None)
+    encryption = serialization.BestAvailableEncryption(passphrase)
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
+
+
+def _empty_revocation_list(ca: trustme.CA, expiry: datetime) -> bytes:
+    """Return the authority's list, PEM, of no certificates; trustme makes none."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = serialization.load_pem_private_key(ca.private_key_pem.bytes(), password=None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    issuer = x509.load_pem_x509_certificate(ca.cert_pem.bytes()).subject
+    made_at = datetime.now(UTC) - _CLOCK_SKEW
+    builder = x509.CertificateRevocationListBuilder(issuer, last_update=made_at, next_update=expiry)
+    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)

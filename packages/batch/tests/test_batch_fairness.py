@@ -13,16 +13,16 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from packages.batch.tests.batch_client import begun, line, records, sent, waited
+from tests.server.scripted_engine import ScriptedEngine
 
 from stemma.config.settings import Settings
 from stemma.errors import StorageError
-from stemma.server.batches import batches
-from stemma.server.batches.seats import FairSeats
-from stemma.server.batches.storage import BatchStorage
-from stemma.server.batches.store import BATCH_BYTES, FILE_BYTES
 from stemma.server.door.keyfile import add_key
-from tests.server.batch_client import begun, line, records, sent, waited
-from tests.server.scripted_engine import ScriptedEngine
+from stemma_batch import batches
+from stemma_batch.seats import FairSeats
+from stemma_batch.storage import BatchStorage
+from stemma_batch.store import BATCH_BYTES, FILE_BYTES
 
 
 @pytest.fixture

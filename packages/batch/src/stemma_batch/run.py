@@ -13,13 +13,13 @@ from uuid import uuid4
 
 from stemma.engine.client import EngineClient
 from stemma.errors import EngineFailed, GenerationFailed, NotFound, OverBudget, StemmaError, StorageError
-from stemma.server.batches.calls import Answered, LocalCalls, record_of
-from stemma.server.batches.lines import BadLine, BatchLine, LineLimits, body_of, read_lines
-from stemma.server.batches.records import OUTPUT_PURPOSE, Batch, BatchStatus, BatchUsage, StoredFile
-from stemma.server.batches.seats import FairSeats
-from stemma.server.batches.storage import BatchStorage
-from stemma.server.batches.store import BatchStore
 from stemma.server.lifecycle import Lifecycle
+from stemma_batch.calls import Answered, LocalCalls, record_of
+from stemma_batch.lines import BadLine, BatchLine, LineLimits, body_of, read_lines
+from stemma_batch.records import OUTPUT_PURPOSE, Batch, BatchStatus, BatchUsage, StoredFile
+from stemma_batch.seats import FairSeats
+from stemma_batch.storage import BatchStorage
+from stemma_batch.store import BatchStore
 
 KEPT_S = 30 * 24 * 3600
 """How long files are kept unless their sender says otherwise."""

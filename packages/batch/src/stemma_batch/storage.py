@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from stemma.engine.client import EngineClient
 from stemma.errors import StorageError
-from stemma.server.batches.store import BatchStore
 from stemma.workers import WorkerThreads
+from stemma_batch.store import BatchStore
 
 T = TypeVar("T")
 _LIMIT_S = 600.0

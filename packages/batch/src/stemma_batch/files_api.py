@@ -19,16 +19,16 @@ from starlette.responses import FileResponse, Response
 from stemma.budgets import Budget
 from stemma.errors import InvalidRequest, WrongMediaType
 from stemma.server.apis.pages import item_page
-from stemma.server.batches.batches import Batches
-from stemma.server.batches.records import BATCH_PURPOSE, StoredFile
-from stemma.server.batches.run import KEPT_S
-from stemma.server.batches.store import BatchStore
 from stemma.server.door.access import FORM_TYPE, owner_of
 from stemma.server.door.caller import caller
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes_form
 from stemma.server.routes import TENANT, Router
 from stemma.server.transport.incoming import limited_chunks
+from stemma_batch.batches import Batches
+from stemma_batch.records import BATCH_PURPOSE, StoredFile
+from stemma_batch.run import KEPT_S
+from stemma_batch.store import BatchStore
 
 router = Router(openai_error)
 upload_router = Router(openai_error, media_type=FORM_TYPE)

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from stemma import guests
 from stemma.budgets import Budget
 from stemma.cli import make_app
 from stemma.errors import NotFound, StorageError
-from stemma.server.batches.records import BATCH_PURPOSE, Batch, StoredFile
-from stemma.server.batches.store import DATABASE, BatchStore
+from stemma_batch.records import BATCH_PURPOSE, Batch, StoredFile
+from stemma_batch.store import DATABASE, BatchStore
 
 OLD, NEW, FOREVER = 1000, int(time.time()), 1 << 40
 DAMAGED: tuple[Any, ...] = (b"", b"{", b"[]", b'{"status": 7}', b"\xff", "text", 5, None)
@@ -77,3 +78,12 @@ def test_what_is_old_goes(tmp_path: Path) -> None:
     assert "2 batches, 1 files" in cache(
         "ls", str(tmp_path)
     )  # an open batch stays, and will say why it fails
+
+
+def test_the_core_knows_such_a_directory_and_says_what_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path, "one")
+    monkeypatch.setattr(guests, "entry_points", lambda **_: [])
+    result = CliRunner().invoke(make_app(), ["cache", "ls", str(tmp_path)])
+    assert "pip install ./packages/batch" in str(result.exception)

@@ -1,1 +1,0 @@
-"""Batches: files of requests that are answered when there is room, and outlive a restart."""
