@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,9 +14,19 @@ from stemma.model.formats.checkpoint import CheckpointTensors
 from stemma.model.formats.summary import FormatCounts
 from stemma.model.weights.stored import StoredWeights
 
+ReadWeights: TypeAlias = Callable[
+    [CheckpointTensors, dict[str, Any], torch.dtype], tuple[StoredWeights, FormatCounts]
+]
 GGUF, MODELSLIM = "gguf", "modelslim"
-_BY_NAME = ("compressed-tensors", "gptq", "awq", "fp8", "mxfp8", "mxfp4")
-"""Values of `quantization_config.quant_method` in config.json."""
+READERS = {
+    "compressed-tensors": "stemma.model.formats.compressed_tensors",
+    "gptq": "stemma.model.formats.gptq",
+    "awq": "stemma.model.formats.awq",
+    "fp8": "stemma.model.formats.fp8",
+    "mxfp8": "stemma.model.formats.fp8",
+    "mxfp4": "stemma.model.formats.mxfp4",
+}
+"""By `quantization_config.quant_method` of config.json: the module with the format's `read_weights`."""
 
 
 def find_format(path: Path, quantization: dict[str, Any]) -> str | None:
@@ -27,7 +39,7 @@ def find_format(path: Path, quantization: dict[str, Any]) -> str | None:
     if description_file(path) is not None:
         return MODELSLIM
     method = quantization.get("quant_method")
-    return str(method) if method in _BY_NAME else None
+    return str(method) if method in READERS else None
 
 
 def read_quantized(
@@ -53,14 +65,5 @@ def read_quantized(
         described = description_file(path)
         assert described is not None
         return modelslim.read_weights(tensors, read_json(described), dtype)
-    from stemma.model.formats import awq, compressed_tensors, fp8, gptq, mxfp4
-
-    readers = {
-        "compressed-tensors": compressed_tensors.read_weights,
-        "gptq": gptq.read_weights,
-        "awq": awq.read_weights,
-        "fp8": fp8.read_weights,
-        "mxfp8": fp8.read_weights,
-        "mxfp4": mxfp4.read_weights,
-    }
-    return readers[name](tensors, quantization, dtype)
+    read: ReadWeights = import_module(READERS[name]).read_weights
+    return read(tensors, quantization, dtype)
