@@ -20,6 +20,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from stemma import LLM, SamplingParams
 from stemma.config.settings import ModelSettings, Settings
 from stemma.model.cpu.fused import FusedDecoder
+from stemma.model.families import registry
 from stemma.model.files.tiny import build_tokenizer, write_tiny_model
 from stemma.model.formats import reading
 from stemma.model.load.loading import load_model
@@ -85,7 +86,7 @@ def test_a_model_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     words.save_pretrained(str(tmp_path))
     family = module_of("A model family", "walked_mixtral", monkeypatch).MIXTRAL
     assert family.layout(config, 1000) is not None
-    monkeypatch.setattr("stemma.model.families.registry._BY_TYPE", {"mixtral": family})
+    monkeypatch.setitem(registry.BY_TYPE, "mixtral", family)
     ids = torch.tensor([words.encode(PROMPT)])
     theirs = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
     opened = load_model(ModelSettings(path=tmp_path, dtype="float32"))
@@ -179,15 +180,21 @@ def test_a_sampling_parameter(tiny: Path, tmp_path: Path) -> None:
         file, _, lines = change.partition("\n")
         apply(copy / file, lines)
     program = f"""
-from stemma import LLM, SamplingParams
-from stemma.server.schemas.openai import CompletionRequest
-from stemma.server.turn.sampling import _chosen
+from pathlib import Path
+from types import SimpleNamespace
 
-chosen = _chosen(CompletionRequest(prompt="x", max_gap=0.001), {{}})
+from stemma import LLM, SamplingParams
+from stemma.config.settings import EngineSettings, ModelSettings, Settings
+from stemma.server.schemas.openai import CompletionRequest
+from stemma.server.turn.sampling import completion_sampling
+
+settings = Settings(engine=EngineSettings(model=ModelSettings(path=Path({str(tiny)!r}))))
+intake = SimpleNamespace(settings=settings, largest_n=1, engine=SimpleNamespace(default_sampling={{}}))
+asked = completion_sampling(intake, CompletionRequest(prompt="x", max_tokens=8, seed=1, max_gap=0.001))
 llm = LLM({str(tiny)!r}, **{SMALL!r})
 sampled, free, greedy = (
-    list(llm.generate({PROMPT!r}, SamplingParams(max_tokens=8, **more))[0].completions[0].token_ids)
-    for more in ({{"seed": 1, **chosen}}, {{"seed": 1}}, {{"temperature": 0.0}})
+    list(llm.generate({PROMPT!r}, params)[0].completions[0].token_ids)
+    for params in (asked, SamplingParams(seed=1, max_tokens=8), SamplingParams(temperature=0.0, max_tokens=8))
 )
 assert sampled == greedy != free, (sampled, greedy, free)
 try:
