@@ -77,7 +77,8 @@ GGUF_FORMS: dict[tuple[str, bool], GGUFForm] = {
     (form.architecture, form.has_experts): form for form in _FORMS
 }
 """Architectures that are read from GGUF files, and whether these are mixtures that may also be dense."""
-_BY_TYPE = {family.model_type: family for family in FAMILIES}
+BY_TYPE = {family.model_type: family for family in FAMILIES}
+"""By the `model_type` of config.json."""
 
 TESTED = frozenset(family.architecture for family in FAMILIES)
 """Classes whose logits tests/model compares with plain transformers, on every path and on several ranks."""
@@ -89,7 +90,7 @@ PREDICTING = {family.architecture: family.prediction for family in FAMILIES if f
 
 def family_of(model_type: object) -> Family | None:
     """Return the family of a config's `model_type`; None: none of the list."""
-    return _BY_TYPE.get(model_type) if isinstance(model_type, str) else None
+    return BY_TYPE.get(model_type) if isinstance(model_type, str) else None
 
 
 def cuts_of(architecture: str, config: Any, num_ranks: int) -> Cuts:

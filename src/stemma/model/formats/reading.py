@@ -7,6 +7,7 @@ of `quantization_config.quant_method` that names its format, or msModelSlim's un
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -20,15 +21,22 @@ from stemma.model.formats.summary import FormatCounts
 from stemma.model.weights.stored import StoredWeights
 
 GROUP = "stemma.formats"
-GGUF, MODELSLIM = "gguf", "modelslim"
-_BY_NAME = ("compressed-tensors", "gptq", "awq", "fp8", "mxfp8", "mxfp4")
-"""Values of `quantization_config.quant_method` in config.json."""
 FormatReader: TypeAlias = Callable[
     [CheckpointTensors, dict[str, Any], torch.dtype], tuple[StoredWeights, FormatCounts]
 ]
 """From tensors, what describes them, and the type of plain weights, to what `read_quantized` returns.
 
 What describes them is `quantization_config`; msModelSlim's is the content of its description file."""
+GGUF, MODELSLIM = "gguf", "modelslim"
+READERS = {
+    "compressed-tensors": "stemma.model.formats.compressed_tensors",
+    "gptq": "stemma.model.formats.gptq",
+    "awq": "stemma.model.formats.awq",
+    "fp8": "stemma.model.formats.fp8",
+    "mxfp8": "stemma.model.formats.fp8",
+    "mxfp4": "stemma.model.formats.mxfp4",
+}
+"""By `quantization_config.quant_method` of config.json: the module with the format's `read_weights`."""
 
 
 def find_format(path: Path, quantization: dict[str, Any]) -> str | None:
@@ -41,7 +49,7 @@ def find_format(path: Path, quantization: dict[str, Any]) -> str | None:
     if description_file(path) is not None:
         return MODELSLIM
     method = quantization.get("quant_method")
-    is_read = method in _BY_NAME or (method is not None and str(method) in guests.names(GROUP))
+    is_read = method in READERS or (method is not None and str(method) in guests.names(GROUP))
     return str(method) if is_read else None
 
 
@@ -66,18 +74,10 @@ def read_quantized(
         described = description_file(path)
         assert described is not None
         return _guest_reader(path, name)(tensors, read_json(described), dtype)
-    from stemma.model.formats import awq, compressed_tensors, fp8, gptq, mxfp4
-
-    readers = {
-        "compressed-tensors": compressed_tensors.read_weights,
-        "gptq": gptq.read_weights,
-        "awq": awq.read_weights,
-        "fp8": fp8.read_weights,
-        "mxfp8": fp8.read_weights,
-        "mxfp4": mxfp4.read_weights,
-    }
-    reader = readers[name] if name in readers else _guest_reader(path, name)
-    return reader(tensors, quantization, dtype)
+    if name not in READERS:
+        return _guest_reader(path, name)(tensors, quantization, dtype)
+    read: FormatReader = import_module(READERS[name]).read_weights
+    return read(tensors, quantization, dtype)
 
 
 def _guest_reader(path: Path, name: str) -> FormatReader:
