@@ -7,12 +7,10 @@ A trace (any that `stemma replay` reads; without one, made-up agents) goes throu
 a block of `BLOCK` tokens here, or `--merge` of them are; sizes are in such blocks. Rules for whose turn it
 is, the first KV block's or the first checkpoint's, as each kind's policy ranks them:
 
-- `served`: what the server does (`Checkpoints._goes_before`);
-- `last use`: what was unused the longest;
-- `value`: the lower of rate x tokens / blocks, where both policies rank by learned rates;
-- `value, whole`: the same, where KV counts with the checkpoint behind it that leaves with it, or nothing;
-- `value, own kind`: the same, where the other kind goes if it is worth half as much;
-- `share P`: a fixed share of the memory for checkpoints, the best of some: what a hand could find.
+- `served`: what the server does (`checkpoint_goes`);
+- `last use`: what was unused the longest.
+
+Learned value and fixed shares were tried once (docs/project/log.md).
 """
 
 from __future__ import annotations
@@ -22,31 +20,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
-from stemma.memory.cache.checkpoints import Checkpoint, Checkpoints
+from stemma.memory.cache import checkpoints
 from stemma.memory.cache.leased_blocks import BlockBuffer
 from stemma.memory.cache.places import Places
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.cache.states import CachedStates
-from stemma.memory.cache.turns import Turn, turn_of
+from stemma.memory.cache.turns import Turn, checkpoint_goes
 from stemma.memory.device.layout import WindowGroup
 from stemma.memory.device.slabs import SlabAllocator
 from stemma.prefix.eviction.hazard import HazardPolicy
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace
 from stemma.prefix.radix import RadixIndex
-from stemma.types import BlockKey
 from stemma_lab.traces.columns import Trace, collect
 from stemma_lab.traces.reader import open_trace
 from stemma_lab.traces.request import TraceRequest
 
 BLOCK = 64
 _STEP = 16 * BLOCK
-SHARES = (0.1, 0.25, 0.5, 0.75)
-GoesBefore = Callable[..., bool]
-"""As `Checkpoints._goes_before`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -91,12 +85,10 @@ class Rig:
         places = Places(
             self.slabs, layout.states_per_slab, blocks_of, pages, blocks_of, windows=layout.window
         )
-        self.policies = HazardPolicy(), HazardPolicy()
-        states = CachedStates(places, BLOCK, None, self.clock, interval=2 * BLOCK, policy=self.policies[1])
-        self.kept: Checkpoints = states._kept  # noqa: SLF001 - rules that the server doesn't have
+        states = CachedStates(places, BLOCK, None, self.clock, interval=2 * BLOCK, policy=HazardPolicy())
         self.cache = PrefixCache(
             NoBytes(num_blocks),
-            RadixIndex(BLOCK, self.policies[0]),
+            RadixIndex(BLOCK, HazardPolicy()),
             KeySpace("model", "layout", BLOCK),
             states=states,
             clock=self.clock,
@@ -132,69 +124,19 @@ def _blocks_of(layout: Layout) -> Callable[[int], range]:
     return lambda place: range(place * size, (place + 1) * size)
 
 
-def by_last_use(rig: Rig) -> GoesBefore:
-    """Return the rule that what was unused the longest goes, whatever it is."""
-    return lambda one, _key, kv, **_for: turn_of(one.hint, one.used_at, rig.now) < kv
+def by_last_use(own: Turn, kv: Turn, now: float, *, serves: bool, for_blocks: bool) -> bool:
+    """Say that what was unused the longest goes, whatever it is."""
+    return own < kv
 
 
-def by_value(rig: Rig, own: GoesBefore, rule: str) -> GoesBefore:
-    """Return the rule that compares what keeping saves a second and block; before it is learned, `own`."""
-    kv_policy, policy = rig.policies
-    across = 2.0 if rule == "value, own kind" else 1.0
-
-    def goes_before(one: Checkpoint, key: BlockKey, kv: Turn, *, for_blocks: bool) -> bool:
-        if not (kv_policy._learned and policy._learned):  # noqa: SLF001
-            return own(one, key, kv, for_blocks=for_blocks)
-        worth, behind = _worth(policy, one.number) / BLOCK / _cost(rig, one), rig.kept.get(key)
-        if rule == "value":
-            return worth < _worth(kv_policy, _first_block(rig))
-        if behind is None:
-            return False
-        other = _worth(policy, behind.number) / BLOCK / (1.0 + _cost(rig, behind))
-        return worth * across < other if for_blocks else worth < across * other
-
-    return goes_before
-
-
-def _first_block(rig: Rig) -> int:
-    assert rig.cache.index is not None
-    block = rig.cache.index.next_victim(rig.now)
-    assert block is not None
-    return block
-
-
-def _worth(policy: HazardPolicy, number: int) -> float:
-    queue = policy._records.queues.item(policy._record_of.item(number))  # noqa: SLF001
-    return policy._rank(policy._live.get(number, number), queue)  # noqa: SLF001
-
-
-def _cost(rig: Rig, one: Checkpoint) -> float:
-    """Return the blocks that would be free without a checkpoint; pages that others hold as well stay."""
-    places = rig.kept.places
-    own = sum(rig.kept.pages.holders(page) == 1 for page in one.pages)
-    state = 0.0 if one.state is None else places.slabs.slab / max(1, places.states_per_slab)
-    return max(0.25, state + own * places.slabs.slab)
-
-
-def by_share(rig: Rig, share: float) -> GoesBefore:
-    """Return the rule that a share of the memory is the checkpoints'."""
-    most = share * rig.slabs.num_slabs
-    kept = rig.kept
-    return lambda *_one, **_for: kept.states._num_taken + kept.pages._num_taken > most  # noqa: SLF001
+RULES = {"served": checkpoint_goes, "last use": by_last_use}
 
 
 def reused(trace: Trace, layout: Layout, num_blocks: int, rule: str) -> float:
     """Return tokens reused by tokens asked for."""
     rig = Rig(layout, num_blocks)
-    own = rule_of = rig.kept._goes_before  # noqa: SLF001 - see Rig
-    if rule == "last use":
-        rule_of = by_last_use(rig)
-    elif rule.startswith("value"):
-        rule_of = by_value(rig, own, rule)
-    elif rule.startswith("share"):
-        rule_of = by_share(rig, float(rule.split()[1]))
-    setattr(rig.kept, "_goes_before", rule_of)  # noqa: B010 - see Rig
-    cached = sum(rig.serve(trace, request) for request in range(trace.num_requests))
+    with patch.object(checkpoints, "checkpoint_goes", RULES[rule]):
+        cached = sum(rig.serve(trace, request) for request in range(trace.num_requests))
     rig.cache.check()
     return cached / (int(trace.num_prompt_blocks.sum()) * BLOCK)
 
@@ -240,17 +182,8 @@ def measure(args: argparse.Namespace, trace: Trace) -> None:
         for name in args.layouts.split(","):
             print(f"{name:<8}{size:>8}  ", end="", flush=True)
             for rule in rules:
-                print(f"{cell(trace, LAYOUTS[name], size, rule):>17}", end="", flush=True)
+                print(f"{reused(trace, LAYOUTS[name], size, rule):>17.4f}", end="", flush=True)
             print()
-
-
-def cell(trace: Trace, layout: Layout, num_blocks: int, rule: str) -> str:
-    """Return what a rule reuses; of shares, what the best of them does."""
-    if rule != "share":
-        return f"{reused(trace, layout, num_blocks, rule):.4f}"
-    found = {share: reused(trace, layout, num_blocks, f"share {share}") for share in SHARES}
-    best = max(found, key=lambda share: found[share])
-    return f"{found[best]:.4f} ({best})"
 
 
 def main() -> None:
@@ -263,7 +196,7 @@ def main() -> None:
     parser.add_argument("--merge", type=int, default=1)
     parser.add_argument("--sizes", default="600,1500,4000")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
-    parser.add_argument("--rules", default="served;last use;value;value, whole;value, own kind;share")
+    parser.add_argument("--rules", default=";".join(RULES))
     args = parser.parse_args()
     trace = made_up(args.requests) if args.trace is None else read(args.trace, args.requests, args.merge)
     measure(args, trace)

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from reference_pages.markdown import prose, table
 from reference_pages.schemas import kind
 from stemma import __version__
-from stemma.server.app import ROUTERS
+from stemma.server.app import all_routers
 from stemma.server.openapi import describe
 from stemma.server.routes import AudienceRoute
 
@@ -46,7 +46,7 @@ def page() -> str:
 
 def routes() -> list[AudienceRoute]:
     """Return every route of a server."""
-    return [one for router in ROUTERS for one in router.routes if isinstance(one, AudienceRoute)]
+    return [one for router in all_routers() for one in router.routes if isinstance(one, AudienceRoute)]
 
 
 def document() -> dict[str, Any]:

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from tests.memory.cache.test_shared_memory import Rig
 
-from stemma.types import BlockKey
+from stemma.memory.cache.turns import Turn, checkpoint_goes, turn_of
+from stemma.types import RetentionHint
 
-
-def served(rig: Rig, first: int, num_tokens: int, priority: int = 50) -> BlockKey:
-    """Serve a prompt; return the key of the block that its last checkpoint stands behind."""
-    rig.begin(np.arange(first, first + num_tokens, dtype=np.int32), priority)
-    lease = rig.leases[-1]
-    rig.step(lease, num_tokens)
-    key = lease.key(num_tokens // rig.states.unit * rig.states.unit // rig.cache.block_size - 1)
-    rig.end(lease)
-    return key
+NOW = 10_000.0
 
 
-def turns(rig: Rig, key: BlockKey) -> tuple[bool, bool]:
-    """Return whether this checkpoint goes before the first KV, where a state and where blocks are wanted."""
-    kept = rig.states._kept  # noqa: SLF001 - what goes first depends on all else that lies there
-    assert kept.kv is not None
-    first = kept.kv.first()
-    assert first is not None
-    one = kept[key]
+def turns(own: Turn, kv: Turn, *, serves: bool = True) -> tuple[bool, bool]:
+    """Return whether the checkpoint goes before the KV, where a state and where blocks are wanted."""
     return (
-        kept._goes_before(one, *first, for_blocks=False),  # noqa: SLF001
-        kept._goes_before(one, *first, for_blocks=True),  # noqa: SLF001
+        checkpoint_goes(own, kv, NOW, serves=serves, for_blocks=False),
+        checkpoint_goes(own, kv, NOW, serves=serves, for_blocks=True),
     )
 
 
@@ -39,26 +25,20 @@ def turns(rig: Rig, key: BlockKey) -> tuple[bool, bool]:
 def test_the_kind_that_is_wanted_goes_unless_the_other_was_unused_much_longer(
     unused_s: float, expected: tuple[bool, bool]
 ) -> None:
-    rig = Rig("states", 60, "retention")
-    key = served(rig, 0, 128)
-    rig.now += 1000.0
-    rig.states._kept[key].used_at = rig.now - unused_s  # noqa: SLF001
-    assert turns(rig, key) == expected
+    assert turns((50, NOW - unused_s), (50, NOW - 1000.0)) == expected
 
 
 def test_kv_without_a_checkpoint_behind_it_goes_first() -> None:
-    rig = Rig("states", 60, "retention")
-    alone, other = served(rig, 0, 128), served(rig, 5000, 128)
-    rig.states._kept.drop(alone)  # noqa: SLF001
-    rig.now += 1000.0
-    rig.states._kept[other].used_at = 0.0  # noqa: SLF001
-    assert turns(rig, other) == (False, False)
+    assert turns((50, 0.0), (50, NOW), serves=False) == (False, False)
 
 
-def test_priorities_count_for_more() -> None:
-    rig = Rig("states", 60, "retention")
-    alone, low = served(rig, 0, 128, priority=90), served(rig, 5000, 128, priority=10)
-    kept = rig.states._kept  # noqa: SLF001
-    kept.drop(alone)
-    assert kept._goes_before(kept[low], alone, (90, 0.0), for_blocks=True)  # noqa: SLF001
-    assert not kept._goes_before(kept[low], low, (0, rig.now), for_blocks=False)  # noqa: SLF001
+def test_hints_count_for_more() -> None:
+    assert turns((10, NOW), (90, 0.0)) == (True, True)
+    assert turns((90, 0.0), (10, NOW)) == (False, False)
+    assert turns((10, NOW), (90, 0.0), serves=False) == (True, True)
+
+
+def test_what_has_expired_goes_first_of_all() -> None:
+    expired = turn_of(RetentionHint(99, ttl_s=5.0), NOW - 6.0, NOW)
+    assert turns(expired, (0, 0.0)) == (True, True)
+    assert turn_of(RetentionHint(99, ttl_s=7.0), NOW - 6.0, NOW)[0] == 99

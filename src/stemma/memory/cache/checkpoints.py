@@ -17,7 +17,7 @@ from stemma.memory.cache.charges import Charges
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.places import Pieces, Places
 from stemma.memory.cache.slots import Slots
-from stemma.memory.cache.turns import CachedKV, Turn, turn_of
+from stemma.memory.cache.turns import CachedKV, Turn, checkpoint_goes, turn_of
 from stemma.memory.device.slabs import PAGES, STATES
 from stemma.memory.kv_events import BlocksRemoved, CheckpointStored, KVEventSink
 from stemma.memory.tiers.device_block import DeviceBlock
@@ -30,8 +30,6 @@ from stemma.types import BlockKey, RetentionHint, Tier
 
 _MOST_AT_ONCE = 32
 """KV blocks evicted before it is asked again whether it is a checkpoint's turn."""
-_ACROSS = 2.0
-"""So many times as long one kind must have been unused to make room for the other (docs/log.md)."""
 
 
 @dataclass(slots=True)
@@ -271,7 +269,10 @@ class Checkpoints:
         first = None if self.kv is None else self.kv.first()
         if first is None or self.kv is None:
             return False
-        if before is not None and self._goes_before(self._kept[before], *first, for_blocks=for_blocks):
+        key, turn = first
+        if before is not None and checkpoint_goes(
+            self._turn(self._kept[before]), turn, self._clock(), serves=key in self._kept, for_blocks=for_blocks
+        ):
             return False
         return self.kv.evict(min(num_blocks, _MOST_AT_ONCE)) > 0
 
@@ -286,18 +287,8 @@ class Checkpoints:
     def _can_empty(self) -> bool:
         return self.kv is not None and self.places.slabs.can_empty(self.kv.present())
 
-    def _goes_before(self, one: Checkpoint, key: BlockKey, kv: Turn, *, for_blocks: bool) -> bool:
-        """Whether it is a checkpoint's turn before that of the KV block with this key.
-
-        KV with no checkpoint behind it serves nobody. What is freed lies scattered and serves its own kind at
-        once, the other once a slab is empty: so the other kind makes room if it was unused much longer.
-        """
-        now = self._clock()
-        own = turn_of(one.hint, one.used_at, now)
-        if own[0] != kv[0] or key not in self._kept:
-            return own[0] < kv[0]
-        age_s, age_of_kv_s = now - own[1], now - kv[1]
-        return age_s > _ACROSS * age_of_kv_s if for_blocks else _ACROSS * age_s > age_of_kv_s
+    def _turn(self, one: Checkpoint) -> Turn:
+        return turn_of(one.hint, one.used_at, self._clock())
 
     def held(self, one: Checkpoint, slots: Slots) -> Sequence[int]:
         """Return the places of a kind that a checkpoint holds."""

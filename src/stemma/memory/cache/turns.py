@@ -1,6 +1,6 @@
 """Whose turn it is to leave, where cached blocks and checkpoints share one memory.
 
-Each kind is ranked by a policy of its own; between the first of both `Checkpoints` decides.
+Each kind is ranked by a policy of its own; between the first of both `checkpoint_goes` decides.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 from stemma.types import BlockKey, RetentionHint
 
+ACROSS = 2.0
+"""So many times as long one kind must have been unused to make room for the other (docs/log.md)."""
+
 Turn: TypeAlias = tuple[int, float]
 """What has expired leaves first, then what has the lowest priority; and when it was used last."""
 
@@ -20,6 +23,19 @@ def turn_of(hint: RetentionHint, used_at: float, now: float) -> Turn:
     """Return when it is the turn of what was used then; a smaller first number is sooner."""
     has_expired = hint.ttl_s is not None and now - used_at > hint.ttl_s
     return (-1 if has_expired else hint.priority), used_at
+
+
+def checkpoint_goes(own: Turn, kv: Turn, now: float, *, serves: bool, for_blocks: bool) -> bool:
+    """Return whether it is the turn of the first checkpoint (`own`) before that of the first KV block.
+
+    `serves`: whether a checkpoint stands behind that block; KV without one serves nobody. What is freed lies
+    scattered and serves its own kind at once (`for_blocks`: blocks are wanted), the other once a slab is empty:
+    so the other kind makes room if it was unused much longer.
+    """
+    if own[0] != kv[0] or not serves:
+        return own[0] < kv[0]
+    age_s, age_of_kv_s = now - own[1], now - kv[1]
+    return age_s > ACROSS * age_of_kv_s if for_blocks else ACROSS * age_s > age_of_kv_s
 
 
 class CachedKV(Protocol):
