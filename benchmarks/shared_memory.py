@@ -42,6 +42,7 @@ from stemma_lab.traces.request import TraceRequest
 BLOCK = 64
 _STEP = 16 * BLOCK
 
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What a checkpoint takes."""

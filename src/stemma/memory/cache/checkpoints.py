@@ -271,7 +271,11 @@ class Checkpoints:
             return False
         key, turn = first
         if before is not None and checkpoint_goes(
-            self._turn(self._kept[before]), turn, self._clock(), serves=key in self._kept, for_blocks=for_blocks
+            self._turn(self._kept[before]),
+            turn,
+            self._clock(),
+            serves=key in self._kept,
+            for_blocks=for_blocks,
         ):
             return False
         return self.kv.evict(min(num_blocks, _MOST_AT_ONCE)) > 0

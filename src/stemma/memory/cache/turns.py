@@ -13,7 +13,7 @@ import numpy.typing as npt
 from stemma.types import BlockKey, RetentionHint
 
 ACROSS = 2.0
-"""So many times as long one kind must have been unused to make room for the other (docs/log.md)."""
+"""So many times as long one kind must have been unused to make room for the other (docs/project/log.md)."""
 
 Turn: TypeAlias = tuple[int, float]
 """What has expired leaves first, then what has the lowest priority; and when it was used last."""
@@ -29,8 +29,8 @@ def checkpoint_goes(own: Turn, kv: Turn, now: float, *, serves: bool, for_blocks
     """Return whether it is the turn of the first checkpoint (`own`) before that of the first KV block.
 
     `serves`: whether a checkpoint stands behind that block; KV without one serves nobody. What is freed lies
-    scattered and serves its own kind at once (`for_blocks`: blocks are wanted), the other once a slab is empty:
-    so the other kind makes room if it was unused much longer.
+    scattered and serves its own kind at once (`for_blocks`: blocks are wanted), the other once a slab is
+    empty: so the other kind makes room if it was unused much longer.
     """
     if own[0] != kv[0] or not serves:
         return own[0] < kv[0]
