@@ -57,15 +57,7 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
     )
     joiner = None if history is None else history.joiner
     state.intake = intake = Intake(engine, settings, admission, joiner, has_tenants=access.keys is not None)
-    state.instruments = instruments = Instruments(
-        metrics,
-        Watches(metrics),
-        UsageLedger.of(server.ledger, engine, metrics),
-        Explanations(),
-        Explainer(tokenizer, intake.in_thread, is_exact=server.report_granularity == "token"),
-        DivergenceWindow(),
-        RecentPrompts(),
-    )
+    state.instruments = instruments = _instruments(settings, engine, metrics, intake)
     state.refusals = Refusals(logs=server.log_requests)
     metrics.register(state.refusals)
     quotas = CacheQuotas(access.keys, engine)
@@ -105,6 +97,22 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
     limits = (server.max_responses, server.max_response_bytes // 2, server.response_ttl_s)
     state.stores = Stores(OwnedStore(*limits), OwnedStore(*limits))
     state.guest_parts = begun_parts(app, settings)
+
+
+def _instruments(
+    settings: Settings, engine: EngineClient, metrics: ServerMetrics, intake: Intake
+) -> Instruments:
+    """Make what watches the data path."""
+    is_exact = settings.server.report_granularity == "token"
+    return Instruments(
+        metrics,
+        Watches(metrics),
+        UsageLedger.of(settings.server.ledger, engine, metrics),
+        Explanations(),
+        Explainer(engine.tokenizer, intake.in_thread, is_exact=is_exact),
+        DivergenceWindow(),
+        RecentPrompts(),
+    )
 
 
 @asynccontextmanager

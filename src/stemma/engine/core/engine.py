@@ -53,6 +53,11 @@ _TOUCHED_FRACTION = 1 / 16
 """Share of the memory free at the start whose KV idle time touches ahead of need, a gigabyte at most."""
 
 
+def _touched_ahead_bytes() -> int:
+    """Return how much memory is asked for ahead of its use."""
+    return min(_MOST_TOUCHED_BYTES, int(_TOUCHED_FRACTION * available_bytes()))
+
+
 class Engine:
     """Requests in, tokens out. Not thread-safe: one owner, the step loop."""
 
@@ -114,8 +119,7 @@ class Engine:
         block_bytes = runner.kv.layout.block_bytes
         self._returns = ReturnLoads(cache, load_ahead_bandwidth, block_bytes, clock)
         self._num_arrived = 0
-        touched_bytes = min(_MOST_TOUCHED_BYTES, int(_TOUCHED_FRACTION * available_bytes()))
-        self._num_touched_ahead = touched_bytes // block_bytes
+        self._num_touched_ahead = _touched_ahead_bytes() // block_bytes
         self._on_launch: Callable[[bool], None] = lambda _: None
 
     def tell_launches(self, on_launch: Callable[[bool], None]) -> None:
