@@ -72,7 +72,7 @@ def load_model(
         raise ConfigError("speculation is mtp, which runs on CPU only; take another speculation, e.g. auto")
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    # Compiling takes five seconds, once per machine; hashing reads the same files. Both run during the load.
+    # Compiling takes five seconds, once per machine; hashing reads the same files.
     with ThreadPoolExecutor(2) as beside:
         compiling = beside.submit(load_kernels, settings.isa) if device.type == "cpu" else None
         is_first = group is None or group.share.rank == 0
@@ -90,8 +90,7 @@ def load_model(
         trim_heap()
         report("reading the fingerprint", 0.0)
         fingerprint = hashing.result()
-    if how is not None:
-        fingerprint = how.fingerprint(fingerprint)
+    fingerprint = fingerprint if how is None else how.fingerprint(fingerprint)
     info = _information(described, load, loaded, encoder, fingerprint, abilities)
     context_size = 1 if group is None else group.share.context_size
     model = CausalLM(
