@@ -92,16 +92,7 @@ def load_model(
         fingerprint = hashing.result()
     fingerprint = fingerprint if how is None else how.fingerprint(fingerprint)
     info = _information(described, load, loaded, encoder, fingerprint, abilities)
-    context_size = 1 if group is None else group.share.context_size
-    model = CausalLM(
-        loaded.decoder,
-        info,
-        loaded.kv_shape,
-        device,
-        checkpoint.dtype,
-        context_size=context_size,
-        encoder=encoder,
-    )
+    model = _model(load, loaded, info, encoder)
     report("self-check", 0.0)
     with loaded.checked():
         bits = None if packing is None else packing.fewest_bits
@@ -148,6 +139,19 @@ def _load(load: LoadJob, vision: VisionConfig | None) -> tuple[Loaded, VisionEnc
         )
     loaded = load_by_modules(load) if layout is None else load_fused(load, layout)
     return loaded, load_encoder(checkpoint.path, vision, checkpoint.tower, checkpoint.dtype, packing)
+
+
+def _model(load: LoadJob, loaded: Loaded, info: ModelInfo, encoder: VisionEncoder | None) -> CausalLM:
+    context_size = 1 if load.group is None else load.group.share.context_size
+    return CausalLM(
+        loaded.decoder,
+        info,
+        loaded.kv_shape,
+        load.device,
+        load.checkpoint.dtype,
+        context_size=context_size,
+        encoder=encoder,
+    )
 
 
 def _information(
