@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from stemma.engine.sampling.grammar import GrammarSpec
@@ -12,6 +12,7 @@ from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.server.schemas.bounds import MAX_SEED, MAX_STOP_CHARS_TOTAL, MIN_TEMPERATURE
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest, OpenAIRequest
+from stemma.server.schemas.shared import SampledRequest
 from stemma.server.schemas.tgi import TGIParameters, VLLMGenerateRequest
 from stemma.server.turn.intake import Intake
 from stemma.server.turn.structured import requested_grammar, structured_grammar, tgi_grammar
@@ -20,7 +21,12 @@ from stemma.server.turn.thinking import thinking_budget
 _DEFAULTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields that a checkpoint's generation_config may set."""
 MAX_TOKEN_DIGITS = 9
-_PENALTIES = ("frequency_penalty", "presence_penalty")
+_SHAPING = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.type in ("int", "float") and field.name in SampledRequest.model_fields
+)
+"""Numbers that a request may set and that `SamplingParams` has under the same name."""
 
 
 def chat_sampling(intake: Intake, body: ChatRequest) -> SamplingParams:
@@ -155,7 +161,7 @@ def _stops(stop: str | list[str] | None, param: str = "stop") -> tuple[str, ...]
 def _chosen(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that the request or, where it is silent, the checkpoint sets."""
     chosen = {name: defaults[name] for name in _DEFAULTABLE if defaults.get(name) is not None}
-    for name in _DEFAULTABLE + _PENALTIES:
+    for name in _SHAPING:
         value = getattr(body, name, None)
         if value is not None:
             chosen[name] = value
