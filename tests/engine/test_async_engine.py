@@ -22,7 +22,8 @@ from stemma.engine.core.scheduler import Scheduler
 from stemma.engine.llm import engine_settings
 from stemma.engine.output import joining
 from stemma.engine.output.output import OutputProcessor
-from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec
+from stemma.engine.sampling.grammar import GrammarSpec
+from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, RateLimited, ShuttingDown
 from stemma.memory.device.kv import DeviceKV

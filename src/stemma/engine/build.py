@@ -31,7 +31,7 @@ from stemma.engine.ranks.execution import LeadingDecoder
 from stemma.engine.ranks.leader import Ranks
 from stemma.engine.ranks.pool import OtherPools
 from stemma.engine.ranks.settings import pool_part
-from stemma.engine.sampling.grammar import GrammarCompiler
+from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.engine.trace_log import TraceHeader, TraceLog
 from stemma.errors import ConfigError
 from stemma.memory.cache.prefix_cache import PrefixCache

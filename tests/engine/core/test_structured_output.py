@@ -13,7 +13,8 @@ from tests.engine.harness import greedy, prompt
 
 from stemma.engine.sampling import grammar
 from stemma.engine.sampling.constraints import Constraints, keep_allowed
-from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec
+from stemma.engine.sampling.grammar import GrammarSpec
+from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.types import FinishReason

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from tests.engine.tokenizers_for_tests import END, byte_level, sentencepiece_like
 
-from stemma.engine.sampling.grammar import Cutter, GrammarCompiler, GrammarSpec
+from stemma.engine.sampling.grammar import Cutter, GrammarSpec
+from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.errors import InvalidRequest
 from stemma.model.files.tiny import TURN_END, build_tokenizer
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec
+from stemma.engine.sampling.grammar import GrammarSpec
+from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.engine.sampling.grammar_store import BASE_BYTES, GrammarStore
 from stemma.errors import InvalidRequest, Overloaded, RateLimited
 from stemma.model.files.tiny import TURN_END, build_tokenizer

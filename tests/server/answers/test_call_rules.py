@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from stemma.engine.sampling.calls import CallLimit, CallRules
-from stemma.engine.sampling.grammar import GrammarCompiler
+from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.engine.sampling.params import SamplingParams
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.answers.chat import tool_use

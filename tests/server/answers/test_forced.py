@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stemma.engine.sampling.grammar import GrammarCompiler
+from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.model.text.tokenizer import Tokenizer

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec
+from stemma.engine.sampling.grammar import GrammarSpec
+from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.thinking import ThinkingLimit
 from stemma.model.text.tokenizer import Tokenizer

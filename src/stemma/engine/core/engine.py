@@ -30,7 +30,8 @@ from stemma.engine.core.tally import Tally
 from stemma.engine.core.tree_drawing import draw_tree
 from stemma.engine.core.validation import CheckedRequest, RequestValidator
 from stemma.engine.drafts.source import num_accepted
-from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
+from stemma.engine.sampling.grammar import Grammar
+from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.engine.sampling.prompt_logprobs import num_scored_rows
 from stemma.engine.sampling.sampler import Sampler
 from stemma.engine.sampling.state import SamplingState

@@ -14,7 +14,8 @@ from stemma.budgets import Budget
 from stemma.engine.api import GenerationRequest
 from stemma.engine.core.request import Limits
 from stemma.engine.pooling import Pooling
-from stemma.engine.sampling.grammar import Grammar, GrammarCompiler, GrammarSpec
+from stemma.engine.sampling.grammar import Grammar, GrammarSpec
+from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.engine.sampling.prompt_logprobs import MAX_REPORTED_VALUES
 from stemma.errors import InvalidRequest, PromptTooLong
 from stemma.model.vision.prompt import PromptImages
