@@ -180,8 +180,9 @@ def test_a_template_that_hangs_does_not_hold_the_drain(tokenizer_path: Path, tmp
     hanging = shutil.copytree(tokenizer_path, tmp_path / "tokenizer")
     # Few rounds, each slow: what the bounds of templates let run for seconds.
     slow = "{% set s = 'a' * 1000000 %}{% for i in range(99999) %}{% if 'ab' in s %}{% endif %}{% endfor %}"
+    slow = f"{{% if messages[0].content == 'hang' %}}{slow}{{% endif %}}"  # the start's own questions don't
     (hanging / "chat_template.jinja").write_text(slow)
-    body = {"messages": [{"role": "user", "content": "x"}]}
+    body = {"messages": [{"role": "user", "content": "hang"}]}
     with serving(hanging, tokenize_timeout_s=0.3) as server:
         for _ in range(3):
             assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=20).status_code == 408

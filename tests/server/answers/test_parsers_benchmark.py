@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.parsers import bfcl_cases, own_cases
-from tests.server.answers.written_calls import WRITERS
+from benchmarks.parsers import FORMS, bfcl_cases, own_cases
 
 
 def test_ours_reads_all_texts_of_the_benchmark():
     cases = list(own_cases())
-    assert len(cases) == 8 * len(WRITERS)
+    assert len(cases) == 8 * len(FORMS)
     assert [case.text for case in cases if not case.is_ours_right()] == []
 
 
