@@ -89,6 +89,7 @@ def test_unknown_command() -> None:
     assert isinstance(typer.main.get_command(make_app()), stemma.cli.LazyCommands)
 
 
+@pytest.mark.slow
 def test_a_server_without_a_ledger_needs_no_sqlalchemy() -> None:
     code = "import sys, stemma.server.runtime\nprint('sqlalchemy' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(SRC)}

@@ -139,9 +139,18 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.communicate(timeout=60)
 
 
+SLOW = ("tiers", "install", "fleet", "observability")
+"""Left to `make test-all`: each starts a dozen commands."""
+
+
 @pytest.mark.skipif(not (shutil.which("bash") and shutil.which("curl")), reason="needs bash and curl")
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, id=page.stem) for page in PAGES if "<!-- run -->" in page.read_text()]
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in SLOW))
+        for page in PAGES
+        if "<!-- run -->" in page.read_text()
+    ],
 )
 def test_commands_run(page: Path, url: str, tmp_path: Path) -> None:
     """Those of a page, one after the other, in an empty folder."""

@@ -84,6 +84,7 @@ def test_a_wrong_key_is_refused_and_the_right_one_is_kept_for_the_tab(page: Page
     assert page.is_hidden("#login")
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_ten_thousand_nodes_are_drawn_in_time(page: Page, shown: Served) -> None:
     log_in(page, shown)
@@ -219,6 +220,7 @@ def has_on_disk(served: Served, num_blocks: int) -> bool:
     return blocks_on_disk(served) == num_blocks
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_what_only_the_disk_holds_after_a_restart_is_drawn_hollow(
     page: Page, tiny_model: Path, tmp_path: Path

@@ -71,6 +71,7 @@ def ask(url: str, question: str) -> tuple[str, dict[str, Any]]:
     return found["choices"][0]["message"]["content"], found["usage"]["stemma"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", vision_params("qwen2.5-vl"))
 def test_an_image_survives_kill_9(family: str, tmp_path: Path) -> None:
     model = make_vision_checkpoint(family, tmp_path / family)

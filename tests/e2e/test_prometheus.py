@@ -117,6 +117,7 @@ def values(url: str, expression: str) -> list[float]:
     return [float(one["value"][1]) for one in answer["data"]["result"]]
 
 
+@pytest.mark.slow
 @needs_prometheus
 def test_every_panel_has_data(prometheus: str) -> None:
     missing = dict.fromkeys(expressions())

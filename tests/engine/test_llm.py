@@ -87,6 +87,7 @@ def test_settings_are_checked(checkpoint):
         LLM(checkpoint, kv_cache_memory="1kB")
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_leave_memory_flat(checkpoint):
     """Every structure that outlives a request has a bound (the corpus of drafts fills up later).
 

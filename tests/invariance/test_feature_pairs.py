@@ -112,8 +112,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "images small": {"kv_cache_memory": "56kB", "host_cache": "1MB", "load_when": "always"},
 }
 """Settings of engines, beside those of `BASE`."""
-SLOW = {"compressed", "chunked attention", "hybrid", "images drafted"}
-"""Left to `make test-all`: other engines have the family, but for the first two, and the settings."""
+SLOW = {
+    *("compressed", "chunked attention", "sparse", "hybrid", "hybrid mtp", "images", "images drafted"),
+    *("no adapters", "overlapping", "some windows", "shared slabs"),
+}
+"""Left to `make test-all`: other engines have the family, but for the first three, or the settings."""
 SOURCES = {
     "no adapters": {"prompt_lookup"},
     "drafts": {"tree", "grammar"},

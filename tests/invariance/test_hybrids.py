@@ -53,7 +53,9 @@ def test_any_schedule(family: str, dtype: str, root: Path) -> None:
     check_schedules(load_model(settings), 1)
 
 
-@pytest.mark.parametrize("family", ENGINES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW_STEPS)) for one in ENGINES]
+)
 def test_any_way_of_serving(family: str, root: Path, tmp_path: Path) -> None:
     check_family(checkpoint(family, root), "float32", tmp_path, 2 if family in SLOW_STEPS else 3)
 

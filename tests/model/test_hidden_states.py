@@ -30,6 +30,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "way"), CASES)
 def test_embeddings(family: str, way: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = root / family

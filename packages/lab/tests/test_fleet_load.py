@@ -54,6 +54,7 @@ def ran(traffic: Traffic, router: str = "cache-aware", **fields) -> FleetRun:
     return simulate(traffic, FleetSettings(3, 10_000, router, PREFILL, DECODE, num_seats=4, **fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.8, 1.4])
 def test_a_hot_prefix_takes_all_servers_and_hits_as_one_cache(load: float) -> None:
     traffic = hot_prefix(400, load * ANSWERS_PER_S)
@@ -75,6 +76,7 @@ def test_a_server_ten_times_slower_gets_next_to_nothing(is_streamed: bool) -> No
     assert run.outcomes == {"right": 400}
 
 
+@pytest.mark.slow
 def test_a_server_that_was_slow_comes_back() -> None:
     traffic = hot_prefix(600, 0.5 * ANSWERS_PER_S)
     half_s = float(traffic.arrivals_s[300])

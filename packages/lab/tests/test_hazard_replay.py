@@ -13,6 +13,7 @@ from stemma_lab.traces.reader import open_trace
 SAMPLE = Path(__file__).parent / "data" / "mooncake_conversation_head.jsonl"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [300, 1000, 3000])
 def test_agentic_sessions(capacity):
     trace = agentic_trace(num_sessions=60, mean_turns=20.0, span_s=900.0)

@@ -46,6 +46,7 @@ def test_bytes_per_token(tmp_path, config, dtype, expected):
     assert layout_of(write(tmp_path / "config.json", config), dtype).bytes_per_token == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [(Kind.Q8_0, "bfloat16"), (Kind.F32, "float32")])
 def test_a_gguf_file_is_planned_as_it_is_served(tmp_path, kind, dtype):
     file = gguf_files.build("qwen2", tmp_path, kind)

@@ -39,6 +39,7 @@ def read(path: Path) -> Trace:
     return collect("live", lambda: reader.format.block_size, reader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
 def test_predicted_hit_ratio_is_the_servers(tmp_path: Path, policy: str) -> None:
     model = write_tiny_model(tmp_path / "tiny", hidden_size=32, num_layers=1)

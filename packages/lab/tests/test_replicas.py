@@ -26,6 +26,7 @@ def test_one_replica_is_a_plain_replay(trace: Trace, router: str) -> None:
     assert run(trace, router, 1).block_hit_ratio == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_hits_as_of_one_large_cache_and_waits_no_longer_than_least_loaded(trace: Trace) -> None:
     whole = replay(trace, "lru", 8000).num_hit_blocks.sum() / trace.num_looked_up_blocks
     ours, balanced = run(trace, "cache-aware"), run(trace, "least-loaded")
@@ -34,6 +35,7 @@ def test_hits_as_of_one_large_cache_and_waits_no_longer_than_least_loaded(trace:
     assert ours.ttft_p99_s <= balanced.ttft_p99_s
 
 
+@pytest.mark.slow
 def test_late_and_lost_events_cost_little(trace: Trace) -> None:
     ours = run(trace, "cache-aware").block_hit_ratio
     assert run(trace, "cache-aware", event_lag_s=5.0).block_hit_ratio > ours - 0.03

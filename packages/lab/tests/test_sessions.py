@@ -169,10 +169,12 @@ def test_any_names_on_any_prompts_leave_the_index_whole(prompts: Prompts, capaci
 class TestReplay:
     """Sessions that leave branches, which nobody comes back to; made up."""
 
+    @pytest.mark.slow
     def test_what_names_tell_pays(self):
         trace = branching_trace()
         assert hits(trace) > 1.02 * hits(renamed(trace, "absent"))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("names", ["equal", "shuffled", "new"])
     def test_a_lie_costs_nothing(self, names):
         trace = branching_trace()

@@ -99,6 +99,7 @@ def test_hit_tokens_never_exceed_the_prompt():
     assert (result.hit_tokens(trace).sum(axis=1) <= trace.input_tokens - 1).all()
 
 
+@pytest.mark.slow
 def test_adaptive_admission_looks_at_all_tiers_below():
     """A middle tier alone would want reused blocks only; but what it refuses, the last one lacks."""
     rng = np.random.default_rng(0)

@@ -131,6 +131,7 @@ def test_tokens_are_the_same_with_drafts(settings: SpeculationSettings, params: 
     assert drafted.num_steps <= plain.num_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "tree", "la"])
 def test_sampled_output_keeps_its_distribution(mode: str) -> None:
     """Unseeded: the first three tokens of many answers fit the product of the model's distributions."""

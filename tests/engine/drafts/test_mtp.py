@@ -185,6 +185,7 @@ def check_trained(path: Path, least: float) -> None:
                 assert accepted > least * proposed, (depth, accepted, proposed)
 
 
+@pytest.mark.slow
 def test_a_trained_layer_guesses_right(trained: Path) -> None:
     check_trained(trained, 0.5)
 

@@ -91,6 +91,7 @@ def test_good_guesses_save_time(accuracy: float, pass_s: float, most: float) -> 
     assert share < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 6, 30])
 @pytest.mark.parametrize(
     ("accuracy", "row_s", "pass_s"), [(0.0, 0.02, 0.1), (0.2, 0.3, 0.4), (0.95, 0.02, 1.2), (0.1, 0.01, 0.1)]

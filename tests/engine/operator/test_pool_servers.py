@@ -116,6 +116,7 @@ def test_redis_returns_garbage(
     until(lambda: from_pool(round_of(one, expected)) == [96] * 4)
 
 
+@pytest.mark.slow
 def test_the_mooncake_master_answers_after_five_seconds(
     master: MooncakeMaster, serve_directory: Callable[..., Harness], expected: Expected
 ) -> None:

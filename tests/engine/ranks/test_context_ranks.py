@@ -106,6 +106,7 @@ def test_answers_share_their_prompt(llm: LLM) -> None:
     check_shared_prompt(llm)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_engine_and_a_restart_is_warm(llm: LLM, start: Callable[[], LLM]) -> None:
     check_death(llm, start)
 

@@ -29,6 +29,7 @@ def test_they_are_those_of_one_process(tmp_path: Path) -> None:
         llm.close()
 
 
+@pytest.mark.slow
 def test_scores_where_tokens_are_divided(tmp_path: Path) -> None:
     path = build_reranker(tmp_path / "reranker")
     alone = LLM(path, **SETTINGS).score("How many days?", TEXTS)

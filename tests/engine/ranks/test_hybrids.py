@@ -123,6 +123,7 @@ def test_a_restart_is_warm(model: Path) -> None:
         llm.close()
 
 
+@pytest.mark.slow
 def test_a_decode_server_goes_on_from_the_states_of_a_prefill_server(model: Path, tmp_path: Path) -> None:
     settings = SMALL | ROOM | TIERS | directory_pool(tmp_path) | {"tensor_parallel_size": 2}
     prefill = LLM(model, role="prefill", **settings)

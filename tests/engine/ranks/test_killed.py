@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.checkpoints import build
 from tests.engine.ranks.processes import rank_processes
 
@@ -20,6 +22,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_engine_leaves_no_folder(tmp_path: Path) -> None:
     checkpoint, folder = build("qwen3", tmp_path / "model"), tmp_path / "temporary"
     folder.mkdir()

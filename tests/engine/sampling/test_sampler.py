@@ -111,6 +111,7 @@ def test_a_grid_of_random_numbers_gives_the_reference_distribution(
     assert counts[expected == 0].sum() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", FILTERS[4:10], ids=str)
 def test_seeded_draws_fit_by_chi_square(params: SamplingParams) -> None:
     """The random numbers of consecutive positions of one seeded request are independent enough."""

@@ -61,6 +61,7 @@ def edited(tiny: Path, path: Path, **fields: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rates", RATES)
 def test_logits_at_any_rates(rates: str, tmp_path: Path) -> None:
     path = hybrids.build(FAMILY, tmp_path / "m", **RATES[rates])

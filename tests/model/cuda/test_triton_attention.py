@@ -134,6 +134,7 @@ SHARED_SETTINGS: list[tuple[Shape, torch.dtype, str, Collection[str]]] = [
 """Last the cases that are slow."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype", "way", "case"),
     [

@@ -61,6 +61,7 @@ def ways_of(family: str) -> tuple[str, ...]:
     return (NATIVE, MODULES) if family in IN_ONE_CALL else (NATIVE, TORCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "way"), [(f, way) for f in TARGETS for way in ways_of(f)])
 def test_equal_to_merged_in_float32(family: str, way: str, tmp_path: Path) -> None:
     checkpoint = hybrids.build(family, tmp_path / "model")

@@ -249,6 +249,7 @@ def test_paces_of_tools() -> None:
     assert paces.level(paces.number_of(("ls",))) == 1
 
 
+@pytest.mark.slow
 def test_quick_tools_are_waited_for() -> None:
     """One tool takes 12 s, the other comes back after hours: the names tell which prompts to keep."""
     hits = {}
@@ -461,11 +462,13 @@ def test_a_lying_hint_is_unlearned():
     assert hinted_traffic(90, is_true=False) > 0.9 * hinted_traffic(50, is_true=False)
 
 
+@pytest.mark.slow
 def test_a_true_hint_pays():
     """Nothing but the hint tells which blocks come back."""
     assert hinted_traffic(70, is_true=True) > 1.3 * hinted_traffic(50, is_true=True)
 
 
+@pytest.mark.slow
 def test_a_hint_that_says_the_opposite_is_understood():
     """Blocks of the lowest priority are the ones that come back."""
     assert hinted_traffic(10, is_true=True) > 1.1 * hinted_traffic(50, is_true=True)

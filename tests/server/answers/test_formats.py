@@ -447,6 +447,7 @@ def test_any_text_can_be_read_however_it_is_cut(name: str, data: st.DataObject, 
     assert joined(pieces_read(made, cut(text, cuts))) == joined(pieces_read(made, [text]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_long_answers_take_time_by_their_length(name: str):
     """More than 100,000 characters in small pieces: one long call, and markers that come to nothing."""

@@ -119,6 +119,7 @@ class Server(RuleBasedStateMachine):
         assert {router.depth for router in self.routers} == {found}
 
 
+@pytest.mark.slow
 def test_routers_believe_what_the_server_finds() -> None:
     run_state_machine_as_test(Server, settings=settings(max_examples=60, stateful_step_count=30))
 

@@ -162,6 +162,7 @@ async def test_a_sick_server_costs_no_request(gateway: Envoy, mode: str) -> None
     assert await ask_many(gateway.url, 150, first=100) == {"ok": 150}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body_mode", ["BUFFERED", BOTH_WAYS])
 async def test_a_server_whose_whole_answers_are_slow_gets_hardly_any_requests(gateway: Envoy) -> None:
     """Both are measured by the answers' own word of their length, which Envoy shows the picker."""

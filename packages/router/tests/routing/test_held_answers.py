@@ -51,6 +51,7 @@ def unread(proxy: Process) -> socket.socket:
     return client
 
 
+@pytest.mark.slow
 def test_many_large_answers_that_nobody_reads_stay_within_the_budget(behind: Process, proxy: Process) -> None:
     become(behind, "big")
     process = psutil.Process(proxy.pid)

@@ -130,6 +130,7 @@ async def test_a_whole_answer_is_waited_for_as_long_as_it_can_take_and_no_longer
         assert become(servers[0], "well") > 0
 
 
+@pytest.mark.slow
 async def test_two_routers_side_by_side_agree_and_share_the_servers(
     servers: list[Process], proxy: Process
 ) -> None:
