@@ -264,7 +264,7 @@ class ParallelSettings(SettingsModel):
 
     @property
     def num_ranks(self) -> int:
-        """Processes."""
+        """Processes that run one model together."""
         return self.tensor_parallel_size * self.context_parallel_size
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from stemma.types import FinishReason, TokenArray
 
 @dataclass(slots=True)
 class Completion:
-    """One answer."""
+    """One answer to a prompt, of `n`."""
 
     index: int
     text: str = ""

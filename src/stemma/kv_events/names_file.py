@@ -63,7 +63,7 @@ class NamesFile:
         return Names(dict(named), _checkpoints_of(records[records["count"] != 0]))
 
     def append(self, names: Names) -> None:
-        """Add records."""
+        """Add records of blocks at the file's end."""
         count = names.num_records
         if count and self._is_usable:
             is_new = self.num_records == 0

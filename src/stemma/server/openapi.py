@@ -110,7 +110,7 @@ document_router = Router(openai_error)
 
 @document_router.get("/openapi.json", PUBLIC, include_in_schema=False)
 async def document(request: Request) -> Response:
-    """The document."""
+    """Return the server's OpenAPI document."""
     return json_response(request.app.openapi())
 
 

@@ -105,7 +105,7 @@ class BatchUsage:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch."""
+    """A batch as it is stored: its file, its state, its counts, its times."""
 
     batch_id: str
     owner: str

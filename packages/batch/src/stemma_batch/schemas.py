@@ -22,7 +22,7 @@ class OutputExpiry(RequestModel):
 
 
 class BatchRequest(RequestModel):
-    """OpenAI's fields."""
+    """Body of ``POST /v1/batches``, with OpenAI's fields."""
 
     input_file_id: str = Field(max_length=64)
     endpoint: str = Field(max_length=64)

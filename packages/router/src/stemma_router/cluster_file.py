@@ -46,7 +46,7 @@ class Autoscaling(SettingsModel):
 
 
 class RaySettings(SettingsModel):
-    """Ray itself."""
+    """``ray``: the cluster of Ray that replicas run on."""
 
     address: str | None = None
     """Address of a running Ray cluster (`auto`: this machine's); None: Ray is started on loopback, and ended

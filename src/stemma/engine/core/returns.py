@@ -69,7 +69,7 @@ class _Delays:
         self._sorted: list[float] = []
 
     def learn(self, delay_s: float) -> None:
-        """Note one."""
+        """Note a turn that came back, and after how long."""
         if len(self._recent) == _MAX_LEARNED:
             self._sorted.remove(self._recent[0])
         self._recent.append(delay_s)

@@ -117,7 +117,7 @@ class StartPrefetch:
 
 @dataclass(frozen=True, slots=True)
 class StopPrefetch:
-    """End one."""
+    """End a prefetch that `StartPrefetch` began."""
 
     number: int
 

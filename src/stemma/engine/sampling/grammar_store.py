@@ -38,7 +38,7 @@ class LexerSize:
 
     @property
     def num_bytes(self) -> int:
-        """The estimate."""
+        """Bytes that the lexer is reckoned to hold."""
         return min(MOST_BYTES, self._base + int(BYTES_PER_S * self._seconds))
 
     def compute_mask(self, matcher: Any, address: int, num_bytes: int) -> None:

@@ -52,7 +52,7 @@ class SlabAllocator(BlockAllocator):
 
     @property
     def num_slabs(self) -> int:
-        """All slabs."""
+        """Number of slabs, held or not."""
         return len(self._kinds)
 
     def take_slab(self, kind: int) -> int:

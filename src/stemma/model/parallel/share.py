@@ -49,7 +49,7 @@ class Share:
 
     @property
     def num_processes(self) -> int:
-        """All ranks."""
+        """Processes of the group: ranks that cut the model times those that cut the context."""
         return self.size * self.context_size
 
     @property

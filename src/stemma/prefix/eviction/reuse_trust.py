@@ -42,7 +42,7 @@ class ReuseTrust:
         np.add.at(self._expected, levels, reuses)
 
     def reused(self, levels: Levels, weights: Float64) -> None:
-        """Count reuses."""
+        """Count reuses of blocks whose claims have these levels, by their weights."""
         np.add.at(self._reuses, levels, weights)
 
     def judge(self, prior: float, now: float) -> None:

@@ -70,7 +70,7 @@ class TenantEntry(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who asks."""
+    """A tenant of the file of keys: its name and its entry."""
 
     name: str
     entry: TenantEntry

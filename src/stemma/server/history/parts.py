@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WrittenHistory(Collector):
-    """One server's."""
+    """What a server remembers of the answers that it wrote, and what uses it."""
 
     joiner: HistoryJoiner
     log: AnswerLog | None

@@ -145,7 +145,7 @@ def one_cache_hits(traffic: Traffic, capacity_blocks: int) -> npt.NDArray[np.int
 
 
 class _Simulation:
-    """One run."""
+    """One run of a fleet: its servers, its router and its clients, in virtual time."""
 
     def __init__(self, traffic: Traffic, settings: FleetSettings, progress: Progress) -> None:
         self._traffic = traffic

@@ -25,7 +25,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run."""
+    """What one run of a bench measured: times, tokens, shares from the cache."""
 
     num_requests: int
     num_failed: int

@@ -182,7 +182,7 @@ class ModelDeployConfig(MindIESection):
 
 
 class BackendConfig(MindIESection):
-    """The engine."""
+    """``BackendConfig``: model, devices and schedule of the engine."""
 
     section: ClassVar[str] = "BackendConfig"
 

@@ -357,7 +357,7 @@ class Try:
 
     @property
     def url(self) -> str:
-        """The server's."""
+        """The server's address, as the client of HTTP has it."""
         return self.member.url
 
     def first_byte(self) -> None:

@@ -8,7 +8,7 @@ BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 
 
 class Waits:
-    """One histogram."""
+    """How long requests waited, as a histogram of Prometheus."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS_S) + 1)

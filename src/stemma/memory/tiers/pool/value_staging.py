@@ -71,7 +71,7 @@ class Room(Generic[T]):
             return taken
 
     def free(self, things: list[T]) -> None:
-        """Free items."""
+        """Give things back, and wake who waits for them."""
         with self._changed:
             self._free.extend(things)
             self._changed.notify_all()
