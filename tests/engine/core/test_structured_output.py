@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.engine.harness import greedy, prompt
 
-from stemma.engine.sampling import grammar
+from stemma.engine.sampling import grammar_compiler
 from stemma.engine.sampling.constraints import Constraints, keep_allowed
 from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.grammar_compiler import GrammarCompiler
@@ -138,7 +138,7 @@ def test_no_mask_is_computed_where_the_likeliest_token_is_allowed(tokenizer, mon
         masks.append(mask)
         return -1
 
-    monkeypatch.setattr(grammar, "masked_argmax_function", lambda isa: argmax)
+    monkeypatch.setattr(grammar_compiler, "masked_argmax_function", lambda isa: argmax)
     compiler = GrammarCompiler(tokenizer.transformers_tokenizer, vocab_size, [0])
     one = Constraints(
         SamplingParams(temperature=0.0, grammar=OBJECT), vocab_size, compiler.compile(OBJECT).start()
