@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma import guests
+from stemma.cli.serve import open_front
 from stemma.config.settings import RequestSettings, ServerSettings, Settings
 from stemma.errors import ConfigError
 from stemma.server.app import create_app
@@ -151,5 +152,8 @@ def test_a_setting_that_needs_a_package_says_so(
     message: str,
 ) -> None:
     install(monkeypatch, **installed)
+    changed = settings.model_copy(update=changes)
     with pytest.raises(ConfigError, match=message):
-        create_app(engine, settings.model_copy(update=changes))
+        create_app(engine, changed)
+    with ExitStack() as stack, pytest.raises(ConfigError, match=message):  # before a model is loaded
+        open_front(changed, stack)

@@ -153,11 +153,14 @@ def with_model(settings: Settings) -> Settings:
 def open_front(settings: Settings, stack: ExitStack) -> tuple[Access, Listeners]:
     """Return who may ask, and the open ports, which `stack` closes.
 
-    Raises ConfigError for keys, certificates, a ledger or addresses that a server can't have.
+    Raises ConfigError for keys, certificates, a ledger or addresses that a server can't have, and for a
+    package that a setting needs and that isn't installed.
     """
     from stemma.server.door.access import Access
+    from stemma.server.guest_apis import check_guests
     from stemma.server.transport.planes import listen, listen_planes
 
+    check_guests(settings)
     access = Access(settings.server)
     if settings.server.ledger is not None:
         from stemma.insight.ledger import check_ledger

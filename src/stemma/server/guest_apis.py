@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import cache
-
-from fastapi import FastAPI
+from typing import TYPE_CHECKING
 
 from stemma import guests
 from stemma.config.settings import Settings
 from stemma.errors import ConfigError
-from stemma.server.observe.metric_aliases import AliasNames
-from stemma.server.routes import Router
+
+if TYPE_CHECKING:  # what a command checks before it serves needs no web framework
+    from fastapi import FastAPI
+
+    from stemma.server.observe.metric_aliases import AliasNames
+    from stemma.server.routes import Router
 
 GROUP = "stemma.apis"
 _BROUGHT_BY = {"mindie": "stemma-mindie", "batch": "stemma-batch"}
@@ -52,18 +55,21 @@ def guest_routers() -> Iterator[Router]:
         yield from api.routers
 
 
-def begun_parts(app: FastAPI, settings: Settings) -> list[AbstractAsyncContextManager[None]]:
+def begun_parts(app: FastAPI) -> list[AbstractAsyncContextManager[None]]:
     """Let each package make its parts; return what is open while the server serves.
 
     Raises ConfigError or StorageError.
     """
-    if settings.server.batch_directory is not None:
-        check_installed("batch", "batch_directory")
     begun = [api.begin(app) for api in guest_apis().values() if api.begin is not None]
     return [part for part in begun if part is not None]
 
 
-def check_installed(name: str, setting: str) -> None:
-    """Raise ConfigError if a package that `setting` needs isn't there, and say what to install."""
-    if name in _BROUGHT_BY and guests.load(GROUP, name) is None:
-        raise ConfigError(f"{setting} needs {guests.to_install(_BROUGHT_BY[name])}")
+def check_guests(settings: Settings) -> None:
+    """Raise ConfigError if a package that a setting needs isn't there, and say what to install."""
+    needed = {f"metric_aliases {name}": name for name in settings.server.metric_aliases}
+    needed[f"dialect {settings.requests.dialect}"] = settings.requests.dialect
+    if settings.server.batch_directory is not None:
+        needed["batch_directory"] = "batch"
+    for setting, name in needed.items():
+        if name in _BROUGHT_BY and guests.load(GROUP, name) is None:
+            raise ConfigError(f"{setting} needs {guests.to_install(_BROUGHT_BY[name])}")

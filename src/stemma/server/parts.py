@@ -19,7 +19,7 @@ from stemma.server.door.access import Access
 from stemma.server.door.ledger import Admission
 from stemma.server.door.published import PublishedPrefixes
 from stemma.server.door.quotas import CacheQuotas
-from stemma.server.guest_apis import begun_parts
+from stemma.server.guest_apis import begun_parts, check_guests
 from stemma.server.history.parts import WrittenHistory
 from stemma.server.history.preparing import TurnPreparer
 from stemma.server.lifecycle import Lifecycle
@@ -46,6 +46,7 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
 
     Raises ConfigError or StorageError.
     """
+    check_guests(settings)
     state = app.state
     server, tokenizer = settings.server, engine.tokenizer
     state.access = access = Access(server)
@@ -96,7 +97,7 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
     )
     limits = (server.max_responses, server.max_response_bytes // 2, server.response_ttl_s)
     state.stores = Stores(OwnedStore(*limits), OwnedStore(*limits))
-    state.guest_parts = begun_parts(app, settings)
+    state.guest_parts = begun_parts(app)
 
 
 def _instruments(

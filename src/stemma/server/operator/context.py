@@ -13,7 +13,7 @@ from stemma.errors import ConfigError
 from stemma.server.door.access import Access
 from stemma.server.door.ledger import Admission
 from stemma.server.door.published import PublishedPrefixes
-from stemma.server.guest_apis import check_installed, guest_apis
+from stemma.server.guest_apis import guest_apis
 from stemma.server.history.parts import WrittenHistory
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.instruments import Instruments
@@ -53,17 +53,14 @@ def context_of(request: Request) -> OperatorContext:
 def alias_names(settings: Settings) -> list[AliasNames]:
     """Return whose names `/metrics` shows beside ours.
 
-    Raises ConfigError for one that nobody knows, or that a package knows which isn't installed.
+    Raises ConfigError for one that nobody knows.
     """
     guests = {name: api.metric_names for name, api in guest_apis().items() if api.metric_names is not None}
     known = guests | _OWN_ALIASES
     wanted = dict.fromkeys(name for name in settings.server.metric_aliases if name != "none")
     for name in wanted:
-        check_installed(name, f"metric_aliases {name}")
         if name not in known:
             raise ConfigError(f"metric_aliases: {name!r} is none of {', '.join(known)}, none")
-    dialect = settings.requests.dialect
-    check_installed(dialect, f"dialect {dialect}")
-    if dialect in guests:
+    if (dialect := settings.requests.dialect) in guests:
         wanted[dialect] = None
     return [known[name] for name in wanted]
