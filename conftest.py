@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from pathlib import Path
+from zlib import crc32
 
 # Threads sleep at barriers: on cores that processes of pytest share, one that spins takes the time of the one
 # that it waits for. Read when torch loads the library of OpenMP.
@@ -33,8 +35,10 @@ def pytest_runtest_setup() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests whose marker names something that this machine doesn't have."""
+    """Leave out what matrices have too much of, and skip what needs what this machine doesn't have."""
+    _leave_out(items)
     lacks = {}
     if not torch.cuda.is_available():
         lacks["cuda"] = "needs a CUDA device"
@@ -44,6 +48,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in lacks.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _leave_out(items: list[pytest.Item]) -> None:
+    """Mark as slow all but every N-th variant of a test marked ``one_in(N)``; one asked for alone stays.
+
+    Which one is first follows from the test's name, so that other matrices take other rows of their tables.
+    """
+    matrices = [item for item in items if item.get_closest_marker("one_in") is not None]
+    sizes = Counter(_function(item) for item in matrices)
+    seen: Counter[str] = Counter()
+    for item in matrices:
+        name, marker = _function(item), item.get_closest_marker("one_in")
+        assert marker is not None
+        step = min(marker.args[0], sizes[name])
+        if (seen[name] + crc32(name.encode())) % step:
+            item.add_marker(pytest.mark.slow)
+        seen[name] += 1
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(tryfirst=True)

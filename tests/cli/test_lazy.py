@@ -59,6 +59,7 @@ def test_help_imports_no_command() -> None:
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("command", ["serve", "chat", "config", "doctor"])
 def test_help_of_a_command_needs_no_torch(command: str) -> None:
     assert not imported_by(command, "--help") & {"torch", "transformers"}
@@ -99,6 +100,7 @@ def test_a_server_without_a_ledger_needs_no_sqlalchemy() -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(load_kernels() is None, reason="without kernels transformers' modules run")
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_a_server_of_a_dense_model_imports_what_it_runs(family: str, tmp_path: Path) -> None:

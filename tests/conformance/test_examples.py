@@ -32,6 +32,7 @@ ELSEWHERE = {
 """Script -> (the package it needs, the variable that names an interpreter, something it prints)."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("script", CLIENTS)
 def test_the_script_runs(
     url: str,

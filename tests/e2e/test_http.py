@@ -162,6 +162,7 @@ def test_stop_strings_and_tokens(served: Served) -> None:
     assert included["choices"][0]["text"] == text[: text.index(stop) + len(stop)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "body",
     [
@@ -267,6 +268,7 @@ def test_beam_search_with_the_official_client(served: Served) -> None:
     assert len(scores) == 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_prompts", [1, 3])
 @pytest.mark.parametrize("use_beam_search", [False, True])

@@ -16,6 +16,7 @@ PAGES_OF_KV = 500
 """Of 4 kB, in 2 MB of KV and more."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "policy"),
     [("--interleave=all", "interleave:"), pytest.param("--membind=0", "bind:", marks=pytest.mark.slow)],

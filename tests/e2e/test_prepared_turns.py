@@ -75,6 +75,7 @@ def test_the_second_turn_computes_the_new_text_only(idle: Served) -> None:
     assert "prepared_tokens" not in again["stemma"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("api", ["messages", "responses"])
 def test_other_apis_are_prepared_too(idle: Served, api: str) -> None:
     before = looked_at(idle)

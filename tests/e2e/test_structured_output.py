@@ -55,6 +55,7 @@ def test_a_json_object_is_one(served: Served):
         assert isinstance(json.loads(text), dict)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "body",
     [
@@ -109,6 +110,7 @@ def test_structured_answers_are_cached_prefixes_too(served: Served):
     assert first["message"]["content"] == again["message"]["content"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -216,6 +216,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "weights", "kv", "feature"), CELLS)
 def test_cell(
     family: str,

@@ -100,6 +100,7 @@ def test_drafts_of_images_are_never_proposed(make: Make) -> None:
         assert max(found.completions[0].token_ids) < 600
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_texts_with_images_and_beams(family: str, make: Make, tmp_path: Path) -> None:
     llm = make(make_vision_checkpoint(family, tmp_path / family))

@@ -66,6 +66,7 @@ def test_a_working_set_of_device_and_host_together_is_served(serve, expected) ->
     assert one.cache.below.stores[0].num_blocks <= 26
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("host_write", ["write_back", "write_through", "write_through_selective"])
 @pytest.mark.parametrize("host_exclusive", [False, True])
 def test_every_policy_gives_the_same_answers(serve, expected, host_write, host_exclusive, tmp_path) -> None:

@@ -197,6 +197,7 @@ def check_rows(isa: str, shape: Shape, dtype: torch.dtype, num_examples: int) ->
     check()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -211,6 +212,7 @@ def test_at_every_level(shape: Shape, dtype: torch.dtype, isa: str) -> None:
     check_rows(isa, shape, dtype, 5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("isa", level_params())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", LATENT_SHAPES, ids=str)

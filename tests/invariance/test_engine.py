@@ -33,6 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("family", "dtype"), [("qwen2", "bfloat16"), ("deepseek-v3", "float32"), (MTP, "bfloat16")]
 )

@@ -38,6 +38,7 @@ def conversations(model: Path, flags: dict[str, Any], *, exact: bool) -> list[li
     return [[one["content"] for one in messages if one["role"] == "assistant"] for messages in told]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("exact", [True, False])
 def test_answers_are_the_same_whatever_was_cached(
     tmp_path_factory: pytest.TempPathFactory, exact: bool

@@ -261,6 +261,7 @@ def check_engine(workshop: Workshop, kind: str, seed: int) -> Service:
     return service
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in ENGINES]
 )

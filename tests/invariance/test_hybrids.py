@@ -46,6 +46,7 @@ def settings_of(path: Path, **fields: Any) -> ModelSettings:
     return ModelSettings(path=path, device="cpu", **fields)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", hybrids.ALL)
 def test_any_schedule(family: str, dtype: str, root: Path) -> None:
@@ -53,6 +54,7 @@ def test_any_schedule(family: str, dtype: str, root: Path) -> None:
     check_schedules(load_model(settings), 1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW_STEPS)) for one in ENGINES]
 )
@@ -88,6 +90,7 @@ def roles_of_families() -> list[Any]:
     ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "role"), roles_of_families())
 def test_checkpoints_travel_through_a_pool(family: str, role: str, root: Path, tmp_path: Path) -> None:
     """gpt-oss, mistral-sliding: pages of windows; deepseek_v4: entries beside them."""

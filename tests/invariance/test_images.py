@@ -64,6 +64,7 @@ def serve(llm: LLM, chats: list[tuple[Chat, SamplingParams]]) -> list[Answer]:
     return [answer_of(one) for one in llm.chat([chat for chat, _ in chats], [how for _, how in chats])]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", vision_params("qwen2.5-vl", "qwen3-vl"))
 def test_any_way_of_serving(family: str, dtype: str, root: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ CODES: tuple[KVDtype, ...] = ("int8", "fp8")
 CODED_FAMILIES = ("qwen2", "smollm3", "deepseek-v3", "mistral-sliding", "gemma2", "gemma3", "gpt-oss")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_schedule(family: str, dtype: str, load_family: LoadFamily) -> None:
@@ -49,6 +50,7 @@ def test_tied_head(dtype: str, tmp_path: Path) -> None:
         torch.testing.assert_close(run.logits[0], plain_logits(path, prompt), atol=1e-4, rtol=0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma2", "gemma3", "deepseek-v3", "gpt-oss"])
 def test_any_schedule_with_quantized_weights(family: str, quantize: str, load_family: LoadFamily) -> None:

@@ -46,6 +46,7 @@ def ways_of(llm: LLM, folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
 def test_embeddings(tmp_path: Path, pooling: str, dtype: str) -> None:
@@ -82,6 +83,7 @@ def test_embeddings_beside_answers(tmp_path: Path, dtype: str) -> None:
         assert all(one.cache.num_cached_tokens == len(p) - 1 for one, p in zip(again, prompts, strict=True))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("family", ["qwen3_next", "mistral-sliding", "deepseek-v3"])
 def test_other_kinds_of_layers(tmp_path: Path, family: str, pooling: str) -> None:

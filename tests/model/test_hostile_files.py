@@ -187,6 +187,7 @@ def test_a_header_that_only_the_library_refuses(checkpoint: Path, tmp_path: Path
     assert "download it again" in str(error)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FILES)
 def test_wrong_values_are_refused_or_harmless(name: str, checkpoint: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"

@@ -56,6 +56,7 @@ def ways_of(family: str) -> tuple[str, ...]:
     return (NATIVE, MODULES, TORCH) if family in IN_ONE_CALL else (MODULES, TORCH)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "way"), [(f, way) for f in hybrids.ALL for way in ways_of(f)])
 def test_logits(family: str, way: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint(family, root)
@@ -64,6 +65,7 @@ def test_logits(family: str, way: str, root: Path, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(logits(model), plain_logits(path, PROMPT), atol=1e-4, rtol=0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", hybrids.ALL)
 def test_bfloat16(family: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No further from float32 than transformers is in bfloat16, or nearly so."""

@@ -25,6 +25,7 @@ def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(512) for _ in range(length)] for length in lengths]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", PATHS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_batches_equal_plain_transformers(family: str, how: str, load_family: LoadFamily) -> None:
@@ -71,6 +72,7 @@ def test_kv_as_codes_equals_transformers_over_such_kv(
         assert apart.median() > 20 * FP32_TOLERANCE
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", PATHS)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -93,6 +95,7 @@ def test_any_split_and_any_cached_part(
     torch.testing.assert_close(run.logits[1], plain_logits(path, prompts[1]), atol=FP32_TOLERANCE, rtol=0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", PATHS)
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_bfloat16_is_as_close_as_bfloat16_gets(family: str, how: str, load_family: LoadFamily) -> None:
@@ -108,6 +111,7 @@ def test_bfloat16_is_as_close_as_bfloat16_gets(family: str, how: str, load_famil
         assert error < BF16_TOLERANCE
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", PATHS)
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_bfloat16_experts(family: str, how: str, load_family: LoadFamily) -> None:

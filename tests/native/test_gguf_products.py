@@ -66,6 +66,7 @@ def test_products_are_those_of_gguf_s_numbers(kernels: Kernels, kind: Kind) -> N
     assert (rounded(x).double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rounds_inputs", [False, True], ids=["as they are", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(

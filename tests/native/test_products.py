@@ -51,6 +51,7 @@ def test_equal_to_torch(kernels: Kernels, shape: tuple[int, int], num_rows: int,
         assert (output - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("_set_threads_back")
 def test_a_row_is_the_same_in_any_batch(kernels: Kernels, dtype: torch.dtype) -> None:

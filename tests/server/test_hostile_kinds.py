@@ -143,6 +143,7 @@ def chat(objects: list[Any], tools: list[Any]) -> None:
         )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("plane", [claude, response, chat])
 @often
 @given(st.lists(OBJECTS, max_size=4), st.lists(OBJECTS, max_size=2))

@@ -118,6 +118,7 @@ def told(answer: dict[str, Any]) -> tuple[int, str, str]:
     return why["cached_tokens"], why["reason"], why["detail"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("front", [openai, anthropic, responses])
 async def test_another_question_about_the_same_image(client: Client, front: Front) -> None:
     first, second = picture(1, 140, 84), picture(2, 140, 84)
@@ -206,6 +207,7 @@ async def test_marks_of_anthropic_and_results_of_tools_with_images(client: Clien
     assert answer["usage"]["cache_creation_input_tokens"] > 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 async def test_formats(client: Client, kind: str) -> None:
     path, body = openai(picture(1, 140, 84), "What is this?")

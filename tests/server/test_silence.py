@@ -32,6 +32,7 @@ def settings(settings: Settings) -> Settings:
     return settings.model_copy(update={"server": server})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("path", "body"), PLANES)
 def test_headers_and_comments_come_before_the_first_token(
     live_url: str, engine: ScriptedEngine, path: str, body: dict[str, Any]
@@ -83,6 +84,7 @@ def test_what_refuses_a_request_sets_the_status(live_url: str, engine: ScriptedE
     assert httpx.post(live_url + path, json=body).status_code == 503
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("path", "body"), PLANES[:4])
 def test_an_error_behind_the_headers_is_an_event(
     live_url: str, engine: ScriptedEngine, path: str, body: dict[str, Any]

@@ -93,6 +93,7 @@ def test_a_request_that_fails_stands_in_the_file_of_errors(client: OpenAI) -> No
     assert model["response"]["status_code"] == 404
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("lines", "code", "number"),
     [

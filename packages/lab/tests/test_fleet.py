@@ -111,6 +111,7 @@ def test_sick_servers_of_two_lose_no_request() -> None:
     assert run.num_retries < 0.2 * given.num_requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_s", [10.0])
 def test_a_restarted_router_knows_the_blocks_again_by_snapshots(at_s: float) -> None:
     given = traffic(4, 3000)
@@ -124,6 +125,7 @@ def test_a_restarted_router_knows_the_blocks_again_by_snapshots(at_s: float) -> 
     assert again.outcomes == plain.outcomes
 
 
+@pytest.mark.slow
 def test_a_router_without_snapshots_in_time_hits_less() -> None:
     """The other side of the test before: the snapshots are what makes it."""
     given = traffic(4, 3000)

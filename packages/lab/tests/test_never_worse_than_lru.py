@@ -32,6 +32,7 @@ def test_without_time_to_learn_from_it_is_lru(kind: str) -> None:
         assert hazard.num_hit_blocks.tolist() == lru.num_hit_blocks.tolist()
 
 
+@pytest.mark.slow
 def test_gains_where_there_is_something_to_gain() -> None:
     trace = agentic(1, num_sessions=60)
     capacity = trace.num_unique_blocks // 25

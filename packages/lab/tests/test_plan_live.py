@@ -69,6 +69,7 @@ def test_predicted_hit_ratio_is_the_servers(tmp_path: Path, policy: str) -> None
     assert predicted == pytest.approx(live, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_replay_knows_what_running_requests_hold(tmp_path: Path) -> None:
     """Eight at a time in a cache for little more: replayed as served, a recording's hits are the server's."""
     model = write_tiny_model(tmp_path / "tiny", hidden_size=32, num_layers=1)

@@ -47,6 +47,7 @@ def traits_of(seed: int, num_blocks: int) -> BlockTraits:
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", sorted(NAIVE_POLICIES))
 @settings(max_examples=150, deadline=None)
 @given(operations=operations)
@@ -123,6 +124,7 @@ def test_works_without_any_hints(name: str) -> None:
         policy.drop(block_id, 1.0, evicted=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", sorted(LAB_POLICIES))
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32), block_size=st.integers(1, 3))

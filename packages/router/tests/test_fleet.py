@@ -193,6 +193,7 @@ async def test_texts_are_tokenized_by_a_server_or_go_by_their_beginning(
 CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -107,6 +107,7 @@ def shared(left: TokenArray, right: TokenArray) -> int:
     return int(differs[0]) if len(differs) else length
 
 
+@pytest.mark.one_in(3)
 async def test_nothing_is_refused_and_prompts_share(
     tokenizer: Tokenizer, recordings: list[Recording]
 ) -> None:

@@ -49,6 +49,7 @@ def chats() -> list[list[dict[str, Any]]]:
     return [*([{"role": "user", "content": one}] for one in seen), [{"role": "user", "content": "Hello."}]]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_answers_are_those_of_the_merged_model(family: str, tmp_path: Path) -> None:
     checkpoint = make_vision_checkpoint(family, tmp_path / "model")

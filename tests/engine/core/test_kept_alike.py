@@ -97,6 +97,7 @@ def longer(tokens: np.ndarray) -> np.ndarray:
     return np.concatenate([tokens, prompt(9999, 5)])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("eviction", ["retention", "hazard"])
 def test_what_has_priority_stays(make: Make, eviction: str) -> None:
     harness, _ = make(eviction=eviction)
@@ -107,6 +108,7 @@ def test_what_has_priority_stays(make: Make, eviction: str) -> None:
     assert serve(harness, longer(first)) >= 192
 
 
+@pytest.mark.one_in(3)
 def test_without_hints_the_oldest_goes(make: Make) -> None:
     harness, _ = make()
     for number in range(40):
@@ -115,6 +117,7 @@ def test_without_hints_the_oldest_goes(make: Make) -> None:
     assert serve(harness, longer(prompt(49, 200))) >= 192
 
 
+@pytest.mark.one_in(3)
 def test_hints_can_be_renewed(make: Make) -> None:
     harness, _ = make()
     first = prompt(1, 200)
@@ -140,6 +143,7 @@ def test_what_outlived_its_time_goes_first(make: Make) -> None:
     assert serve(harness, longer(lasting)) >= 192
 
 
+@pytest.mark.one_in(3)
 def test_who_holds_too_much_takes_nobody_elses(make: Make) -> None:
     harness, _ = make()
     ada, bob = Namespace("a", owner="ada"), Namespace("b", owner="bob")
@@ -165,6 +169,7 @@ def held_blocks(harness: Harness, owner: str) -> float:
     return held
 
 
+@pytest.mark.one_in(3)
 def test_a_quota_counts_checkpoints_with_kv(make: Make) -> None:
     """Nobody holds more than that together, and what others hold within theirs stays."""
     harness, _ = make()
@@ -186,6 +191,7 @@ def test_a_quota_counts_checkpoints_with_kv(make: Make) -> None:
     assert fullest["bob"] > 0.7 * quotas["bob"]
 
 
+@pytest.mark.one_in(3)
 def test_nothing_stands_behind_kv_that_has_left(make: Make) -> None:
     harness, _ = make()
     prompts = [prompt(number, 40 + 37 * number % 300) for number in range(60)]
@@ -243,6 +249,7 @@ def test_a_load_that_is_faster_is_taken(make: Make, tmp_path: Path) -> None:
     harness.engine.close()
 
 
+@pytest.mark.one_in(3)
 def test_hints_go_down_and_come_back_with_the_bytes(make: Make, tmp_path: Path) -> None:
     """Down a host tier that writes back, over a restart, and up: the prompt still has its priority.
 
@@ -282,6 +289,7 @@ def left_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sessions, "__init__", taught)
 
 
+@pytest.mark.one_in(3)
 def test_a_session_leaves_its_branch_after_a_restart_too(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +314,7 @@ def test_a_session_leaves_its_branch_after_a_restart_too(
     harness.engine.close()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("write", ["write_through", "write_back"])
 def test_renewed_hints_hold_below_the_device_too(make: Make, tmp_path: Path, write: str) -> None:
     """For copies that were made before, for what goes down later, and over a restart."""
@@ -357,6 +366,7 @@ def test_what_is_released_goes_below_the_device_too(make: Make, tmp_path: Path) 
     harness.engine.close()
 
 
+@pytest.mark.one_in(3)
 def test_sessions_in_turn_keep_what_fits(make: Make) -> None:
     """32 sessions come back one after the other, each with something new behind its prompt, to memory for 50:
     all that they come back to is kept, whatever share of it is KV, states or windows."""

@@ -119,6 +119,7 @@ PARAMS = [
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("settings", MODES, ids=lambda s: f"{s.mode}-{'adaptive' if s.adaptive else 'all'}")
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "greedy-penalties", "top_k", "penalties"])
 def test_tokens_are_the_same_with_drafts(settings: SpeculationSettings, params: SamplingParams) -> None:

@@ -57,6 +57,7 @@ def repetitive(seed: int, num_tokens: int) -> TokenArray:
     return np.concatenate(chosen)[:num_tokens].astype(np.int32)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("mode", "adaptive"), [("auto", True), *((mode, False) for mode in MODES)])
 @pytest.mark.parametrize(("num_blocks", "at_once"), [(14, True), (200, True), (200, False)])
 def test_greedy_answers_are_the_same(

@@ -91,6 +91,7 @@ def plain_answers(checkpoint: Path) -> list[list[list[int]]]:
         return tokens_of(llm, *varied_requests())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("depth", "adaptive"), [(1, False), (3, False), (2, True)])
 @pytest.mark.parametrize("memory", ["8MB", "130kB"])
 def test_answers_are_the_same(
@@ -109,6 +110,7 @@ def test_answers_are_the_same(
             assert llm.stats().num_preemptions > 0
 
 
+@pytest.mark.one_in(3)
 @needs_kernels
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")]

@@ -71,6 +71,7 @@ def plain_answers(checkpoint: Path) -> list[Any]:
         return answers(llm, *varied_requests())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("depth", "adaptive"), [(1, False), (3, False), (2, True)])
 @pytest.mark.parametrize("memory", ["8MB", "700kB"])
 def test_answers_are_the_same(

@@ -84,6 +84,7 @@ def test_nearer_tiers_win(serve: Serve, expected: Expected) -> None:
     assert sum(report_of(answer).cached_by_tier.get(Tier.HOST, 0) for answer in third) >= 96
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("num_tokens", [2, 15, 16, 17, 31, 32, 33, 97, 112])
 def test_prefill_on_one_engine_decode_on_another(
@@ -139,6 +140,7 @@ def test_a_pool_that_answers_too_slowly(serve: Serve, expected: Expected) -> Non
     backend.gate.set()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("at", [0, 20, 64, -1])
 def test_a_pool_that_returns_garbage(serve: Serve, expected: Expected, at: int) -> None:
     round_of(serve(), expected)

@@ -63,6 +63,7 @@ def llm(start: Callable[[], LLM]) -> LLM:
     return start()
 
 
+@pytest.mark.slow
 def test_the_text_is_that_of_one_process(llm: LLM, checkpoint: Path) -> None:
     assert [tokens(found) for found in llm.generate([LONG, OTHER], GREEDY)] == in_one_process(checkpoint)
     llm.engine.check()

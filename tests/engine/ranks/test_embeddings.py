@@ -15,6 +15,7 @@ SETTINGS = {"kv_cache_memory": "2MB", "block_size": 16, "num_threads": 1}
 TEXTS = ["A river runs through the valley. " * 6, "There are seven days in a week."]
 
 
+@pytest.mark.slow
 def test_they_are_those_of_one_process(tmp_path: Path) -> None:
     path = build_embedding(tmp_path / "embedder", "mean", tie_word_embeddings=False)
     alone = LLM(path, **SETTINGS).embed(TEXTS)

@@ -76,6 +76,7 @@ def uncached(llm: LLM, prompt: list[int]) -> Generation:
     return found
 
 
+@pytest.mark.slow
 def test_the_text_is_that_of_one_process_and_hits_have_its_bits(llm: LLM, model: Path) -> None:
     alone = LLM(model, **SMALL | ROOM)
     expected = [tokens(found) for found in alone.generate([PROMPT, LONGER], GREEDY)]

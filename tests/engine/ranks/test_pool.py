@@ -63,6 +63,7 @@ def llm(folder: Path) -> Iterator[LLM]:
     llm.close()
 
 
+@pytest.mark.slow
 def test_what_the_pool_gives_back_has_the_same_bits(llm: LLM, folder: Path) -> None:
     uncached = llm.generate(LONG, GREEDY, namespace=Namespace(salt="nobody's"))[0]
     first = llm.generate(LONG, GREEDY)[0]

@@ -64,6 +64,7 @@ def end(cache: PrefixCache, lease: Lease) -> None:
     cache.free(lease, lease.num_tokens)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["radix", "hash", "failing"])
 @settings(max_examples=60, deadline=None)
 @given(num_blocks=st.sampled_from((12, 400)), steps=STEPS)

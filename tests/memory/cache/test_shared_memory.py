@@ -113,6 +113,7 @@ class Rig:
         self.cache.free(lease, lease.state.position)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["states", "windows", "both"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -170,6 +171,7 @@ def in_use(rig: Rig, owner: str) -> tuple[set[int], set[int], set[int]]:
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["states", "windows", "both"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

@@ -148,6 +148,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_config_that_makes_no_such_model_is_refused(what: str, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(StemmaError) as caught:

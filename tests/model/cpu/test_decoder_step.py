@@ -35,6 +35,7 @@ def random_prompts(*lens: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(3, 200, (n,), generator=generator).tolist() for n in lens]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("_threads", THREADS, indirect=True)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-sliding", "smollm3"])
 @pytest.mark.usefixtures("_threads")

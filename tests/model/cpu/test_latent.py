@@ -86,6 +86,7 @@ def test_variants_equal_transformers(variant: str, tmp_path: Path) -> None:
         torch.testing.assert_close(logits, plain_logits(path, prompt), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("isa", level_params())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -62,6 +62,7 @@ def test_more_layers_than_tensors(families: dict[str, Path], tmp_path: Path, fam
         load(families[family], tmp_path, {"num_hidden_layers": 4000, "layer_types": ...})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("family", "field"),
     [

@@ -28,6 +28,7 @@ from tests.model.formats.twins import NONE, PER_TOKEN, STATIC, check, check_logi
 from tests.quantized_files import Twin
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
 @pytest.mark.parametrize(
     ("bits", "zero", "added"), [(4, True, 1), (4, False, 0), (8, True, 1), (2, False, 1), (3, True, 1)]

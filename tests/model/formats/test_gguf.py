@@ -64,6 +64,7 @@ def prompt_of(length: int) -> list[int]:
     return [rng.randrange(500) for _ in range(length)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_every_family_equals_transformers(family: str, tmp_path: Path) -> None:
     file = gguf_files.build(family, tmp_path)
@@ -76,6 +77,7 @@ def test_every_family_equals_transformers(family: str, tmp_path: Path) -> None:
     assert model.info.formats == ""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", SIMPLE, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
 def test_every_type_equals_its_own_dequantized_model(family: str, kind: Kind, tmp_path: Path) -> None:
@@ -88,6 +90,7 @@ def test_every_type_equals_its_own_dequantized_model(family: str, kind: Kind, tm
     assert kind.name in model.info.formats
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", K_QUANTS, ids=lambda kind: kind.name)
 def test_k_quants_equal_their_own_dequantized_model(kind: Kind, tmp_path: Path) -> None:
     file = gguf_files.build("qwen3", tmp_path, kind, hidden_size=256, intermediate_size=256, head_dim=64)

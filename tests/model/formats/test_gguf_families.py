@@ -46,6 +46,7 @@ def mixed(name: str) -> Kind:
     return Kind.Q8_0 if any(part in name for part in ("in_proj", "down", "attn")) else Kind.Q4_0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [

@@ -225,6 +225,7 @@ def test_metadata_have_a_limit(
     assert len(refused) == 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("family", [*FAMILIES, *CHANGED])
 def test_what_lies_is_refused_by_name_or_loads(

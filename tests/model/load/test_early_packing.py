@@ -80,6 +80,7 @@ def logits(model: CausalLM) -> torch.Tensor:
     return torch.cat(list(run.logits))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits(case: str, dtype: torch.dtype, checked: list[object], tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def logits_with(model: CausalLM, adapter: object | None, tokens: list[int], chun
     return run.logits[0]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", [NATIVE, MODULES, TORCH])
 @pytest.mark.parametrize("family", TARGETS)
 def test_equal_to_merged_in_float32(family: str, way: str, load_family: LoadFamily, tmp_path: Path) -> None:
@@ -95,6 +96,7 @@ def test_shared_experts(way: str, load_family: LoadFamily, tmp_path: Path) -> No
     torch.testing.assert_close(logits, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "gemma2", "gemma3"])
 def test_equal_to_merged_in_bfloat16(family: str, load_family: LoadFamily, tmp_path: Path) -> None:
     """No further from the exact result than the merged model, whose weights are rounded, is itself."""
@@ -106,6 +108,7 @@ def test_equal_to_merged_in_bfloat16(family: str, load_family: LoadFamily, tmp_p
     assert (logits - exact).norm() < 1.5 * (merged - exact).norm()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("isa", level_params())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

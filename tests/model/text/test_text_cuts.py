@@ -162,6 +162,7 @@ def _words(raw: Tokenizer, text: str) -> list[str]:
     return [word for word, _ in raw.pre_tokenizer.pre_tokenize_str(text)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("name", FAMILIES)
 @given(text=TEXTS, special=st.booleans())

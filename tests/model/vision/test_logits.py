@@ -55,6 +55,7 @@ def answered(path: Path, dtype: str, chat: list[dict[str, Any]]) -> Generation:
         llm.close()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_like_transformers(family: str, dtype: str, vision_path: Path) -> None:

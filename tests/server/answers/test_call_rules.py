@@ -162,6 +162,7 @@ def test_white_space_is_the_models_own(tokenizer: Tokenizer, gap: str):
     assert [one.name for one in read(call, "hermes").calls] == ["apply"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_draft_is_judged_as_if_it_were_written(tokenizer: Tokenizer, name: str):
     rules = rules_of(tokenizer, EXPECTED[name][0] or "")

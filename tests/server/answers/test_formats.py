@@ -428,6 +428,7 @@ def test_values_get_the_types_of_the_tools_schema(kind: dict, value: str, expect
 MARKS = sorted({marker for form in TOOL_FORMATS.values() for marker in form.markers})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @settings(deadline=None, max_examples=120)
 @given(data=st.data(), thinking=st.sampled_from([None, "think"]), cuts=st.sets(st.integers(1, 300)))

@@ -118,6 +118,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("path", "body"), CASES)
 async def test_an_unread_answer_holds_what_the_ledger_says(
     engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
@@ -134,6 +135,7 @@ TELLING_TEXT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("token", LONG_TOKENS, ids=("long", "escaped"))
 @pytest.mark.parametrize("path", TELLING_TEXT)
 async def test_a_token_is_as_long_as_the_longest_of_the_vocabulary(

@@ -248,6 +248,7 @@ async def test_one_way_to_give_keys(make: Make) -> None:
         make(api_key="x")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("path", "body"), PLANES)
 async def test_every_plane_records_who_used_what(
     make: Make, keys: Keys, tmp_path: Path, path: str, body: dict[str, Any]

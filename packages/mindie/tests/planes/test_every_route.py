@@ -63,6 +63,7 @@ async def test_each_route_has_a_meter(engine: ScriptedEngine, tmp_path: Path, me
     await check_meter(engine, tmp_path, method, path, LARGEST[path])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("path", LARGEST)
 async def test_an_unread_answer_holds_what_the_ledger_says(
     engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
@@ -70,6 +71,7 @@ async def test_an_unread_answer_holds_what_the_ledger_says(
     await walk(engine, tmp_path, monkeypatch, path, LARGEST[path])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("token", LONG_TOKENS, ids=("long", "escaped"))
 @pytest.mark.parametrize("path", TELLING_TEXT)
 async def test_a_token_is_as_long_as_the_longest_of_the_vocabulary(

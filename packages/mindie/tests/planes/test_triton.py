@@ -138,6 +138,7 @@ def test_tritonclient(live_url: str, engine: ScriptedEngine) -> None:
             client.infer("scripted", [prompt])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("length", "size", "tail", "message"),
     [

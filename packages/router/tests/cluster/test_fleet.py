@@ -96,6 +96,7 @@ def test_a_request_is_sent_as_often_as_the_rules_say(num_servers, requests, rng)
         assert (load.num_requests, load.num_tokens, load.num_running, len(each.under_way)) == (0, 0, 0, 0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.UNSENT, Outcome.LATE, Outcome.LOST])
 @pytest.mark.parametrize("router", [CacheAware, LeastLoaded, RoundRobin])
 def test_a_sick_server_costs_no_request_and_few_tries(outcome: Outcome, router) -> None:

@@ -82,6 +82,7 @@ def told_prompts(number: int) -> list[TokenArray]:
     return prompts
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text", "mamba2"])
 def test_a_follower_knows_how_deep_prompts_resume(family: str, tmp_path: Path) -> None:
     """Behind the deepest checkpoint of states or windows, not behind the KV."""
@@ -105,6 +106,7 @@ def test_a_follower_knows_how_deep_prompts_resume(family: str, tmp_path: Path) -
     llm.close()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("lower", ["host_cache", "disk_cache_size"])
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text"])
 def test_a_follower_believes_no_checkpoint_of_which_a_lower_tier_lost_a_piece(

@@ -112,6 +112,7 @@ async def served_by(client: httpx.AsyncClient, gateway: Envoy, prompt: object) -
     return pid
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("body_mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
 async def test_conversations_stay_where_they_are_and_bodies_pass_whole(gateway: Envoy) -> None:
     async with httpx.AsyncClient(timeout=30) as client:
@@ -241,6 +242,7 @@ async def test_whole_answers_of_a_stopped_server_go_to_the_other_one_in_time(gat
     os.kill(gateway.servers[0].pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body_mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
 async def test_without_the_picker_requests_still_go_somewhere(gateway: Envoy, body_mode: str) -> None:
     """A streamed body, which Envoy doesn't keep, is lost until its checks have found the picker gone."""
@@ -286,6 +288,7 @@ async def test_a_client_never_chooses_and_a_hung_picker_is_passed_over_within_a_
     os.kill(gateway.router.pid, signal.SIGCONT)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("body_mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
 async def test_large_and_compressed_bodies_come_through(gateway: Envoy) -> None:
     async with httpx.AsyncClient(timeout=60) as client:

@@ -47,6 +47,7 @@ async def seconds(client: httpx.AsyncClient, number: int) -> float:
     return time.monotonic() - begun
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["stopped", "hangs"])
 async def test_a_hung_prefill_server_costs_twice_the_expected_time(
     servers: tuple[Process, Process],
@@ -78,6 +79,7 @@ async def test_an_address_without_a_server_costs_no_time(
     assert max([await seconds(client, number) for number in range(4)]) < 0.5
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", ["502", "503", "draining"])
 async def test_a_decode_server_that_drains_costs_no_request(mode: str) -> None:
     """502 is what a gateway before it says."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import httpx
+import pytest
 from packages.router.tests.routing.processes import router, sick_server
 
 from stemma_router.routing.relay import relay_client
@@ -34,6 +35,7 @@ async def test_the_proxy_uses_no_connection_that_its_server_may_be_closing() -> 
     server.close()
 
 
+@pytest.mark.slow
 async def test_the_proxy_keeps_connections_longer_than_its_clients_do() -> None:
     """httpx, and with it OpenAI's client, uses one again for up to 5 s."""
     behind = sick_server()

@@ -37,6 +37,7 @@ def reading(tokenizer_path: Path) -> Tokenizer:
     return tokenizer
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("path", "body"),
     [

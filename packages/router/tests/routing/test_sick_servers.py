@@ -29,6 +29,7 @@ def proxy(servers: list[Process]) -> Iterator[Process]:
     made.stop()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "mode",
     [
