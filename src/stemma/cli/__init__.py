@@ -33,10 +33,6 @@ COMMANDS: Commands = {
         "stemma.cli.launch:command",
         "Run a coding agent against a running server: claude, codex or opencode.",
     ),
-    "eval": (
-        "stemma.cli.evaluate:command",
-        "Score a model: perplexity of a text, answers to MMLU's questions, computed anew and from the cache.",
-    ),
     "demo": ("stemma.cli.demo:command", "Show the prefix cache at work on a small model, in under a minute."),
     "doctor": (
         "stemma.cli.doctor:command",
@@ -60,11 +56,12 @@ COMMANDS: Commands = {
 }
 """Of the core."""
 GUESTS = {
-    "stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool", "bench"),
+    "stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool", "bench", "eval"),
     "stemma-router": ("route", "cluster"),
     "stemma-mindie": ("certs",),
 }
 """Packages of this repository that bring further commands, and their names: what to install for one."""
+_HELP = {"help_option_names": ["--help", "-h"]}
 GROUP = "stemma.commands"
 """Of entry points, one a package: a dictionary such as `COMMANDS`, in a module that imports little."""
 
@@ -107,14 +104,18 @@ def load_command(name: str) -> Any:
     if isinstance(target, typer.Typer):
         return typer.main.get_group(target)
     single = typer.Typer(add_completion=False)
-    single.command(name)(target)
+    single.command(name, cls=getattr(target, "command_class", None), context_settings=_HELP)(target)
     return typer.main.get_command(single)
 
 
 def make_app() -> typer.Typer:
     """Return the command line: a file of this package per command, a line in `COMMANDS` for each."""
     app = typer.Typer(
-        cls=LazyCommands, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False
+        cls=LazyCommands,
+        no_args_is_help=True,
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        context_settings=_HELP,
     )
     app.callback()(_describe)
     for name, (_, help_text) in COMMANDS.items():

@@ -83,6 +83,9 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
         flags=flags,
         note=lambda line: console.print(f"[yellow]{escape(line)}[/]"),
     )
+    from stemma.server.observe.logs import set_up_logs
+
+    set_up_logs(settings.server)
     if present_path(settings.engine.model) is None and not is_demo(settings.engine.model.path):
         console.print(f"{escape(str(settings.engine.model.path))} isn't on this machine; downloading it")
     settings = with_model(settings)
@@ -201,7 +204,7 @@ def _load(settings: Settings, start: Callable[[EngineSettings, Report], AsyncEng
 
 
 def _tiers(settings: Settings) -> str:
-    """Return what lies below the device tier, e.g. ``host 8.0 GB, disk 100.0 GB; ``, or nothing."""
+    """Return what lies below the device tier, e.g. ``host 8.0 GB, disk 100.0 GB; ``, or what would."""
     tiers, pool = settings.engine.tiers, settings.engine.cache.pool
     parts = []
     if tiers.host_cache is not None:
@@ -210,6 +213,8 @@ def _tiers(settings: Settings) -> str:
         parts.append(f"disk {format_size(tiers.disk_cache_size)} in {tiers.disk_cache}")
     if pool is not None:
         parts.append(f"pool {pool.name}")
+    if not parts and settings.engine.cache.enable_prefix_cache:
+        parts.append("no tiers below: --disk-cache auto keeps prefixes over restarts")
     return ", ".join(parts) + "; " if parts else ""
 
 
@@ -235,6 +240,7 @@ def _summary(parts: EngineParts, settings: Settings) -> str:
     return (
         f"[bold]{parts.model_name}[/] {parts.model.info.architecture} {layout.dtype}, "
         f"weights {format_size(parts.model.weight_bytes)}{formats}{ranks}; "
-        f"{kind}KV {num_blocks} blocks of {cache.block_size} tokens = {size}; {reuse}; {_tiers(settings)}"
+        f"{kind}KV {size} = {num_blocks * cache.block_size:,} tokens in blocks of {cache.block_size}; "
+        f"{reuse}; {_tiers(settings)}"
         f"context {parts.engine.limits.max_tokens}{_kernels_note(settings.engine.model.isa)}"
     )

@@ -8,12 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from stemma.config.folders import cache_folder
 from stemma.config.sizes import ByteSize
 from stemma.config.words import Key, NamedPaths, Words
 
 
 def _split_paths(given: Any) -> Any:
     return tuple(part for part in given.split(os.pathsep) if part) if isinstance(given, str) else given
+
+
+def _disk_cache(given: Any) -> Any:
+    return cache_folder() / "kv" if str(given) == "auto" else given
 
 
 PathList = Annotated[tuple[Path, ...], BeforeValidator(_split_paths)]
@@ -54,6 +59,8 @@ class ModelSettings(SettingsModel):
     """`auto` is CUDA if there is one, else CPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
+    chat_template: Path | None = None
+    """File of a Jinja template that takes the place of the checkpoint's chat template."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum tokens of prompt plus output; default: the limit in the checkpoint's config."""
     num_threads: int | None = Field(default=None, ge=1)
@@ -167,8 +174,8 @@ class TierSettings(SettingsModel):
     """When a block is copied to the host tier: evicted from the device, committed there, or used often."""
     host_exclusive: bool = False
     """A block promoted from the host tier is removed there. By default a copy stays while there is room."""
-    disk_cache: Path | None = None
-    """Directory of the disk tier; blocks in it outlive the server."""
+    disk_cache: Annotated[Path, BeforeValidator(_disk_cache)] | None = None
+    """Directory of the disk tier; blocks in it outlive the server. `auto`: in the user's cache folder."""
     disk_cache_size: ByteSize = 10 * 10**9
     """Limit of all blocks in that directory; `history_memory` bounds the file beside them."""
     disk_cache_ttl_s: float | None = Field(default=None, gt=0.0)
@@ -330,6 +337,10 @@ class ServerSettings(SettingsModel):
     """File with a secret of at least 32 bytes that signs exported prefixes and verifies imported ones."""
     pool_configs: NamedPaths = {}
     """Pools that `POST /admin/pool` may attach, by backend: ``redis=redis.json,mooncake=mooncake.json``."""
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """From which level on Stemma and uvicorn log, on standard error."""
+    log_format: Literal["text", "json"] = "text"
+    """How: as lines for people, or one JSON object a line."""
     log_requests: bool = False
     """Log one line for each request that ends: times, tokens and what the cache gave; never text."""
     otlp_endpoint: str | None = None

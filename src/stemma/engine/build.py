@@ -136,7 +136,10 @@ def _build(
     group = None if ranks is None else ranks.group
     with header, ThreadPoolExecutor(1) as beside:
         reading = beside.submit(
-            Tokenizer, settings.model.path, trust_remote_code=settings.model.trust_remote_code
+            Tokenizer,
+            settings.model.path,
+            trust_remote_code=settings.model.trust_remote_code,
+            chat_template=settings.model.chat_template,
         )
         model = load_model(settings.model, progress, predicts=predicts, group=group, plan=plan)
         tokenizer = reading.result()

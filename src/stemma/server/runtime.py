@@ -26,6 +26,7 @@ from stemma.server.door.ledger import Admission
 from stemma.server.door.sockets import OpenSockets
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe import request_log
+from stemma.server.observe.logs import set_up_logs, show_log
 from stemma.server.transport.acceptor import AdmittingServer
 from stemma.server.transport.connections import make_protocol, open_sockets, quiet_logs
 from stemma.server.transport.planes import Listeners, PlaneFilter, PlaneListener
@@ -170,10 +171,11 @@ def serve(
 
 def show_wanted_logs(settings: Settings) -> None:
     """Write the lines that the settings ask for to standard error."""
+    set_up_logs(settings.server)
     if settings.server.log_requests:
-        request_log.show_log(request_log.logger.name)
+        show_log(request_log.logger.name)
     if settings.engine.scheduler.log_hits:
-        request_log.show_log(tally.logger.name)
+        show_log(tally.logger.name)
 
 
 def _reload_on_hangup(listeners: Listeners, access: Access) -> None:

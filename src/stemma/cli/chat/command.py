@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from stemma.cli.admin_client import DEFAULT_URL
 from stemma.cli.chat.conversation import Conversation
 from stemma.cli.chat.questions import open_questions
 from stemma.cli.chat.session import ChatSession
@@ -26,8 +27,10 @@ from stemma.terminal_text import visible
 
 def command(
     model: Annotated[
-        str, typer.Argument(help="URL of a server, or a model to serve here for the chat, as for `serve`.")
-    ] = "http://127.0.0.1:8000",
+        str | None,
+        typer.Argument(help="A model to serve here for the chat, as for `serve`; or a server's URL."),
+    ] = None,
+    url: Annotated[str, typer.Option(help="A running server, unless a model is given.")] = DEFAULT_URL,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
@@ -45,8 +48,9 @@ def command(
     if temperature is not None:
         extra["temperature"] = temperature
     with ExitStack() as stack:
-        url = model
-        if not model.startswith(("http://", "https://")):
+        if model is not None and model.startswith(("http://", "https://")):
+            url = model
+        elif model is not None:
             server = _served_here(model)
             stack.callback(server.stop)
             url = server.url

@@ -15,7 +15,7 @@ from jinja2.exceptions import TemplateError
 from jinja2.meta import find_undeclared_variables
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 
-from stemma.errors import InvalidRequest, ModelError
+from stemma.errors import ConfigError, InvalidRequest, ModelError
 from stemma.foreign_code import ForeignCode
 from stemma.model.files.directory import has_file, is_gguf, read_json
 from stemma.model.files.generation import ends_messages_only
@@ -35,6 +35,7 @@ _ADVICE = "take tokenizer.json and tokenizer_config.json from where the checkpoi
 _WHILE_ENCODING = ForeignCode("the tokenizer can't encode this text", f"; {_ADVICE}")
 _WHILE_DECODING = ForeignCode("the tokenizer can't decode these ids", f"; {_ADVICE}")
 _PROCESSOR_TEMPLATE = "chat_template.json"
+_MAX_TEMPLATE_BYTES = 1 << 20
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """A token of one byte in vocabularies that aren't byte-level."""
 _ENCODING = ("_encode_plus", "_convert_encoding", "set_truncation_and_padding")
@@ -102,6 +103,29 @@ def _processor_template(path: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _given_template(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MAX_TEMPLATE_BYTES:
+            raise ConfigError(f"chat_template {path} has more than {_MAX_TEMPLATE_BYTES} bytes")
+        template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"chat_template {path} can't be read as a file of text: {reason}") from error
+    try:
+        _parsed(template)
+    except (TemplateError, RecursionError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"{path}, line {line}," if line else f"{path}"
+        raise ConfigError(f"chat_template {where} is no Jinja template: {error}") from error
+    return template
+
+
+def _parsed(template: str) -> tuple[BoundedEnvironment, Any]:
+    """Return a template's syntax tree, with the environment that made it. Raises TemplateError."""
+    environment = BoundedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    return environment, environment.parse(_GENERATION_TAG.sub("", template))
+
+
 def _checked(token_ids: Sequence[int]) -> TokenArray:
     try:
         return as_tokens(token_ids)
@@ -112,7 +136,13 @@ def _checked(token_ids: Sequence[int]) -> TokenArray:
 class Tokenizer:
     """A thin wrapper over the Hugging Face tokenizer of a checkpoint. Thread-safe to read."""
 
-    def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, trust_remote_code: bool = False, chat_template: Path | None = None
+    ) -> None:
+        """Read it. `chat_template`: a file whose text takes the place of the checkpoint's template.
+
+        Raises ModelError if there is no usable tokenizer, ConfigError for a template that can't be read.
+        """
         with ForeignCode(f"no usable tokenizer in {path}", f"; {_ADVICE}"):
             self._hf: Any = (
                 _gguf_tokenizer(path)
@@ -128,6 +158,8 @@ class Tokenizer:
             self._hf.decode(self._hf.encode("a"))
             if (template := _processor_template(path)) is not None:
                 self._hf.chat_template = template
+        if chat_template is not None:
+            self._hf.chat_template = _given_template(chat_template)
         self._fast = _without_offsets(self._hf)
         self.cuts = None if self._fast is None else TextCuts.of(self._fast)
         """Where texts may be cut into pieces for `encode_pieces`; None: nowhere."""
@@ -230,9 +262,9 @@ class Tokenizer:
         template = self._hf.chat_template
         if not isinstance(template, str):
             return frozenset()
-        environment = BoundedEnvironment(extensions=["jinja2.ext.loopcontrols"])
         try:
-            found = find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template)))
+            environment, tree = _parsed(template)
+            found = find_undeclared_variables(tree)
         except (TemplateError, RecursionError):  # a template may nest without end
             return frozenset()
         own = set(inspect.signature(self._hf.apply_chat_template).parameters) | set(environment.globals)

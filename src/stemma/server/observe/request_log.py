@@ -5,38 +5,46 @@ from __future__ import annotations
 import logging
 
 from stemma.server.door.caller import caller
+from stemma.server.observe.logs import FIELDS
 from stemma.server.observe.watches import RequestRecord
 
 logger = logging.getLogger("stemma.requests")
 _SAFE = frozenset("-_.:/[]{}")
 
 
-def show_log(name: str) -> None:
-    """Write what is logged under `name` at level INFO to standard error, unless a handler is set up."""
-    log = logging.getLogger(name)
-    log.setLevel(logging.INFO)
-    if not log.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        log.addHandler(handler)
-
-
 def log_request(record: RequestRecord) -> None:
     """Log one line of ``key=value`` pairs, as `request_line` gives it."""
     caller().is_logged = True
-    logger.info(request_line(record))
+    _log(_pairs(record))
 
 
 def log_refusal(route: str, status: int, reason: str, field: str, tenant: str) -> None:
     """Log one line for a request that was refused before the engine saw it."""
-    pairs = [("route", route), ("outcome", "refused"), ("status", status), ("reason", reason)]
+    pairs: list[tuple[str, object]] = [
+        ("route", route),
+        ("outcome", "refused"),
+        ("status", status),
+        ("reason", reason),
+    ]
     pairs += [(name, _clean(value)) for name, value in (("field", field), ("tenant", tenant)) if value]
     pairs.append(("x_request_id", caller().x_request_id))
-    logger.info(" ".join(f"{name}={value}" for name, value in pairs))
+    _log(pairs)
+
+
+def _log(pairs: list[tuple[str, object]]) -> None:
+    logger.info(_line(pairs), extra={FIELDS: dict(pairs)})
+
+
+def _line(pairs: list[tuple[str, object]]) -> str:
+    return " ".join(f"{name}={value}" for name, value in pairs)
 
 
 def request_line(record: RequestRecord) -> str:
     """Return the line. Names that clients choose are shown without blanks and control characters."""
+    return _line(_pairs(record))
+
+
+def _pairs(record: RequestRecord) -> list[tuple[str, object]]:
     pairs: list[tuple[str, object]] = [
         ("request", _clean(record.request_id)),
         ("api", record.api),
@@ -60,10 +68,10 @@ def request_line(record: RequestRecord) -> str:
         ("total_ms", record.total_s),
     ):
         if seconds is not None:
-            pairs.append((name, f"{1000 * seconds:.1f}"))
+            pairs.append((name, round(1000 * seconds, 1)))
     if record.finish_reason is not None:
         pairs.append(("finish", record.finish_reason.value))
-    return " ".join(f"{name}={value}" for name, value in pairs)
+    return pairs
 
 
 def _clean(name: str) -> str:

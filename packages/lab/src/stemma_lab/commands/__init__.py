@@ -24,6 +24,10 @@ COMMANDS = {
         "Compare eviction policies on traces; run the router before simulated servers.",
     ),
     "pool": ("stemma_lab.commands.pool:app", "Blocks shared by machines."),
+    "eval": (
+        "stemma_lab.commands.evaluate:command",
+        "Score a model: perplexity of a text, answers to MMLU's questions, computed anew and from the cache.",
+    ),
     "bench": (
         "stemma_lab.commands.bench:command",
         "Measure a server: first token, tokens per second, and how much of the prompts came from its cache.",

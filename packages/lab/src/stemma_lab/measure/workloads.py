@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from stemma.cli.mmlu import examples_of, read_subject
 from stemma.cli.random_text import TextMaker
 from stemma.errors import ConfigError
+from stemma_lab.mmlu import examples_of, read_subject
 
 T = TypeVar("T")
 

@@ -64,7 +64,8 @@ class Ingress:
     def __init__(self, replicas: Any, cluster: ClusterFile) -> None:
         settings = cluster.settings
         self._block_size = settings.engine.cache.block_size
-        self._encoder = PromptEncoder(Tokenizer(located_model(settings.engine.model).path))
+        model = located_model(settings.engine.model)
+        self._encoder = PromptEncoder(Tokenizer(model.path, chat_template=model.chat_template))
         access = Access(settings.server)
         self._options = RouteOptions(
             settings.server.host,

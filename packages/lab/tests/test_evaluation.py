@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests import hybrids
+from tests.model.paging import plain_logits
 
 from stemma.engine.build import EngineParts, build_engine
-from stemma.engine.evaluation import Evaluator
 from stemma.engine.llm import engine_settings
 from stemma.errors import ConfigError
 from stemma.native.library import load_kernels
 from stemma.prefix.keys import Namespace
-from tests import hybrids
-from tests.model.paging import plain_logits
+from stemma_lab.evaluation import Evaluator
 
 TEXT = "the cat sat on the mat, and the dog looked at it for a long time. " * 12
 WINDOW = 300

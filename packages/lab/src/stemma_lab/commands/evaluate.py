@@ -12,15 +12,15 @@ import orjson
 import typer
 from rich.console import Console
 
-from stemma.cli.mmlu import CHOICES, Question, read_subject
 from stemma.cli.options import with_settings_flags
 from stemma.cli.progress import CommandProgress, StepCounter, open_progress
 from stemma.config.loading import load_settings
 from stemma.config.settings import Settings
 from stemma.errors import ConfigError
+from stemma_lab.mmlu import CHOICES, Question, read_subject
 
 if TYPE_CHECKING:
-    from stemma.engine.evaluation import Evaluator, Perplexity
+    from stemma_lab.evaluation import Evaluator, Perplexity
 
 EXIT_DIFFERENT = 1
 """Exit status if an answer depends on the cache."""
@@ -98,7 +98,7 @@ def read_text(path: Path) -> str:
 def _evaluator(settings: Settings, progress: CommandProgress) -> tuple[Evaluator, int]:
     """Load the model; return what asks it, and the tokens of its longest prompt."""
     from stemma.engine.build import build_engine
-    from stemma.engine.evaluation import Evaluator
+    from stemma_lab.evaluation import Evaluator
 
     # Steps here know one table of blocks; answers are the same bits whether windows are freed or not.
     cache = settings.engine.cache.model_copy(update={"free_windows": False})

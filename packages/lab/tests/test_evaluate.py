@@ -6,12 +6,12 @@ from pathlib import Path
 
 import orjson
 import pytest
+from tests import gguf_files
+from tests.checkpoints import build
 from typer.testing import CliRunner, Result
 
 from stemma.cli import make_app
 from stemma.errors import ConfigError
-from tests import gguf_files
-from tests.checkpoints import build
 
 ROW = '"Which letter comes first?",a,b,c,d,{}\n'
 
