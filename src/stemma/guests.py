@@ -1,7 +1,7 @@
 """Packages beside the core: what they register by entry points, and what to install where one is missing.
 
-A group of entry points is called ``stemma.`` and what it holds: commands, config_readers, replicas, pools,
-apis, formats. A package that isn't installed costs nothing.
+A group of entry points is called ``stemma.`` and what it holds: commands, config_readers, replicas, models,
+pools, apis, formats. A package that isn't installed costs nothing.
 """
 
 from __future__ import annotations

@@ -55,6 +55,21 @@ def command(
         int | None,
         typer.Option(min=1, max=1024, help="Engines behind one address (stemma-router[ray])."),
     ] = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Further models, each as MODEL or NAME=MODEL, loaded when asked for (stemma-router)."
+        ),
+    ] = None,
+    max_loaded: Annotated[
+        int | None, typer.Option(min=1, help="Of several models, how many are loaded at once. [default: 1]")
+    ] = None,
+    idle_unload: Annotated[
+        str | None, typer.Option(help="Of several models, unload those that idle for, e.g., 10m.")
+    ] = None,
+    alias: Annotated[
+        list[str] | None, typer.Option(help="Of several models, another name for one: gpt-4o=qwen3.")
+    ] = None,
     lifeline: Annotated[int | None, typer.Option(hidden=True, min=0)] = None,
     **flags: Any,
 ) -> None:
@@ -64,7 +79,19 @@ def command(
     if replicas is not None:
         _serve_replicas(load_settings(file=config, environ=os.environ, flags=flags), replicas)
         return
+    if more or max_loaded or idle_unload or alias:
+        several = {"max_loaded": max_loaded or 1, "idle_unload": idle_unload, "aliases": alias or []}
+        _serve_models(config, flags, more or [], several)
+        return
     serve_from(config, flags)
+
+
+def _serve_models(config: Path | None, flags: Mapping[str, Any], more: list[str], several: Any) -> None:
+    """Leave it to the package that runs several models. Raises ConfigError if it isn't installed."""
+    if (serve := guests.load("stemma.models")) is None:
+        raise ConfigError(f"several models need {guests.to_install('stemma-router')}")
+    settings = load_settings(file=config, environ=os.environ, flags=flags)
+    serve(settings, config, flags, [str(settings.engine.model.path), *more], **several)
 
 
 def _serve_replicas(settings: Settings, count: int) -> None:

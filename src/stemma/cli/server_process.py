@@ -110,6 +110,11 @@ class ServerProcess:
                 pass_fds=[lifeline],
             )
 
+    def is_running(self) -> bool:
+        """Return whether the process lives; it has been started."""
+        assert self._process is not None
+        return self._process.poll() is None
+
     def stop(self) -> int:
         """Drain and stop it, if it runs; return its exit code."""
         self.send_signal(signal.SIGTERM)

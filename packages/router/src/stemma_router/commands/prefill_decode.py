@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Literal, NoReturn
+from typing import Literal
 
 import yaml
 from rich.console import Console
@@ -21,7 +19,7 @@ from stemma.config.settings import PoolSettings, Settings
 from stemma.errors import ConfigError
 from stemma.server.door.access import Access
 from stemma_router.cluster_file import ClusterFile
-from stemma_router.commands.route import serve_proxy
+from stemma_router.commands.route import end_by_exception, serve_proxy
 from stemma_router.routing.relay import RouteOptions
 from stemma_router.routing.route import ServerGroup, create_groups_app
 
@@ -32,9 +30,7 @@ def run_prefill_decode(cluster: ClusterFile) -> None:
     """Start the engines, serve the proxy until a signal, end the engines. Raises StemmaError."""
     server = cluster.settings.server
     console = Console(soft_wrap=True, highlight=False)
-    # uvicorn raises the signal that ended it once more: as an exception, so that the engines end too.
-    signal.signal(signal.SIGTERM, _exit)
-    signal.signal(signal.SIGINT, _exit)
+    end_by_exception()
     logs = _log_dir(cluster)
     console.print(f"the engines' logs are in {logs}")
     with _engines(cluster, logs) as groups:
@@ -113,10 +109,6 @@ def _groups(
         return [one.url for one, (its_side, rank) in both if its_side == side and rank % num_pools == pool]
 
     return [(of("prefill", pool), of("decode", pool)) for pool in range(num_pools)]
-
-
-def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(0)
 
 
 def _stop(engine: ServerProcess) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -13,6 +14,8 @@ from rich.console import Console
 from stemma.cli.ready_line import ready_line
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from fastapi import FastAPI
 
     from stemma.config.settings import ServerSettings
@@ -135,6 +138,19 @@ def serve_proxy(app: FastAPI, settings: ServerSettings) -> None:
         console = Console(soft_wrap=True, highlight=False)
         console.print(ready_line(url_of(listener), "Ctrl-C stops"))
         proxy.run(sockets=[listener])
+
+
+def end_by_exception() -> None:
+    """Let signals end this process by an exception, so that what it started ends too.
+
+    uvicorn raises the signal that ended it once more.
+    """
+    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGINT, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
 
 
 def _tokenizer(path: Path | None) -> Tokenizer | None:

@@ -1,0 +1,138 @@
+"""`stemma serve A B=path`: several models behind one address (docs/how-to/models.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from stemma.cli.server_process import ServerProcess
+from stemma.config.durations import parse_duration
+from stemma.config.loading import flag_of, setting_fields
+from stemma.config.settings import Settings
+from stemma.errors import ConfigError
+from stemma_router.models.loaded import Models
+
+_ALONE = (
+    *("kv_events", "kv_events_replay", "record_trace", "public_prefixes", "batch_directory", "served_name"),
+    *("management_port", "metrics_port", "management_host", "tls_cert", "memory_limit", "kv_cache_memory"),
+)
+"""Settings of one server: two would take the same port, file or bytes."""
+_FRONT = ("host", "port")
+"""Settings of the front alone."""
+
+
+def serve_models(
+    settings: Settings,
+    config: Path | None,
+    flags: Mapping[str, Any],
+    models: Sequence[str],
+    *,
+    max_loaded: int,
+    idle_unload: str | None,
+    aliases: Sequence[str],
+) -> None:
+    """Serve several models until a signal. `settings` are those of the front, and what all models share.
+
+    Raises ConfigError for names that are given twice, and for settings that only one server can have.
+    """
+    from stemma.server.door.access import Access
+    from stemma_router.commands.route import end_by_exception, serve_proxy
+    from stemma_router.models.front import make_front
+    from stemma_router.routing.relay import Relay, RouteOptions, relay_client
+
+    paths = named_models(models)
+    makers = {
+        name: partial(_process, path, child_flags(settings, config, flags, name, len(paths), max_loaded))
+        for name, path in paths.items()
+    }
+    idle_s = None if idle_unload is None else parse_duration(idle_unload)
+    server = settings.server
+    access = Access(server)
+    options = RouteOptions(
+        server.host, server.max_body_bytes, access.admin_key, server.body_memory, server.answer_memory, access
+    )
+    state = Models(makers, max_loaded=min(max_loaded, len(paths)), idle_s=idle_s)
+    relay = Relay(relay_client(), options)
+    app = make_front(state, _pairs(aliases, "--alias"), relay, options)
+    Console(soft_wrap=True, highlight=False).print(
+        f"{len(paths)} models, {min(max_loaded, len(paths))} loaded at most, each when it is asked for: "
+        + ", ".join(paths)
+    )
+    end_by_exception()
+    serve_proxy(app, server)
+
+
+def named_models(models: Sequence[str]) -> dict[str, str]:
+    """Return what is served by name: ``NAME=PATH``, or a path whose last part is its name.
+
+    Raises ConfigError for a name that is given twice.
+    """
+    found: dict[str, str] = {}
+    for given in models:
+        name, separator, path = given.partition("=")
+        if not separator:
+            name, path = Path(given).stem if given.endswith(".gguf") else Path(given).name, given
+        if not (name and path):
+            raise ConfigError(f"expected a model or NAME=MODEL, got {given!r}")
+        if name in found:
+            raise ConfigError(f"two models are called {name!r}: give one another name, NAME={path}")
+        found[name] = path
+    return found
+
+
+def child_flags(
+    settings: Settings,
+    config: Path | None,
+    flags: Mapping[str, Any],
+    name: str,
+    num_models: int,
+    max_loaded: int,
+) -> list[str]:
+    """Return the flags of one model's server: the given ones, in its own directory and share of memory.
+
+    Raises ConfigError for a setting that only one server can have.
+    """
+    given = {flag: value for flag, value in flags.items() if value is not None and flag in setting_fields()}
+    for flag in _ALONE:
+        if flag in given:
+            raise ConfigError(
+                f"{flag_of(flag)} is for one model: several servers can't share it; leave it out"
+            )
+    cache, tiers = settings.engine.cache, settings.engine.tiers
+    own: dict[str, Any] = {
+        "served_name": name,
+        "host": "127.0.0.1",
+        "kv_cache_fraction": cache.kv_cache_fraction / min(max_loaded, num_models),
+    }
+    if tiers.disk_cache is not None:
+        own |= {"disk_cache": tiers.disk_cache / name.replace("/", "--")}
+        own |= {"disk_cache_size": tiers.disk_cache_size // num_models}
+    kept = {flag: value for flag, value in given.items() if flag not in ("model", *_FRONT)}
+    words = [] if config is None else [f"--config={config}"]
+    for flag, value in {**kept, **own}.items():
+        words += _written(flag_of(flag), value)
+    return words
+
+
+def _written(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    return [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
+
+
+def _pairs(given: Sequence[str], flag: str) -> dict[str, str]:
+    found = {}
+    for pair in given:
+        name, separator, model = pair.partition("=")
+        if not (name and separator and model):
+            raise ConfigError(f"{flag}: expected NAME=MODEL, got {pair!r}")
+        found[name] = model
+    return found
+
+
+def _process(path: str, flags: Sequence[str]) -> ServerProcess:
+    return ServerProcess(Path(path), flags)
