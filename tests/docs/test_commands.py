@@ -29,7 +29,11 @@ NOT_RUN = {
         "the test-suite runs it by itself (tests/e2e/test_cli.py)",
         "needs the agent, a package of npm's",
     ],
-    "server.md": ["needs the file above and its model", "asks a second server, with HTTPS"],
+    "server.md": [
+        "needs the file above and its model",
+        "asks a second server, with HTTPS",
+        "needs files (packages/router/tests/e2e/test_models.py runs it); settings are checked",
+    ],
     "requests.md": [
         "needs a vision model; the body is checked",
         "needs a model of embeddings, and one that reranks; bodies are checked",
