@@ -9,31 +9,26 @@ from stemma.model.attend.attention import AttentionCall
 from stemma.model.attend.batch import ForwardBatch
 
 
-class RowAttentionStep:
-    """`StepContext` whose rows see nothing of the batch."""
+class RowReader:
+    """`Reader` whose rows see nothing of the batch."""
 
     def __init__(self, batch: ForwardBatch, kv: DeviceKV) -> None:
-        self._batch, self._kv = batch, kv
+        self._batch, self._kv, self.slots = batch, kv, batch.slots
 
-    def attend(
-        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """Write the rows' KV, then attend."""
-        layer, size = self._kv.layer(call.layer_idx), self._kv.layout.block_size
-        blocks, offsets = self._batch.slots // size, self._batch.slots % size
-        layer[blocks, 0, offsets, :, : key.shape[-1]] = key
-        if call.latent is None:
-            layer[blocks, 1, offsets, :, : value.shape[-1]] = value
-        output = query.new_zeros(*query.shape[:2], value.shape[-1])
+    def read(self, call: AttentionCall, query: torch.Tensor, value_dim: int | None = None) -> torch.Tensor:
+        """Attend, one row after the other."""
+        layer, dim = self._kv.layer(call.layer_idx), query.shape[2]
+        value_dim = call.latent.rank if call.latent else value_dim or dim
+        output = query.new_zeros(*query.shape[:2], value_dim)
         for seq, table in enumerate(self._batch.block_tables):
             first, last = self._batch.query_starts[seq : seq + 2]
             for row in range(first, last):
                 end = self._batch.context_lens[seq] - (last - 1 - row)
                 begin = max(0, end - call.sliding_window) if call.sliding_window else 0
                 cached = layer[table.long()].transpose(1, 2).flatten(0, 1)[begin:end].float()
-                keys = cached[:, 0, :, : key.shape[-1]]
-                values = keys[..., : value.shape[-1]] if call.latent else cached[:, 1, :, : value.shape[-1]]
-                output[row] = _attend_row(call, query[row].float(), keys, values).to(query.dtype)
+                values = cached[:, 0 if call.latent else 1, :, :value_dim]
+                attended = _attend_row(call, query[row].float(), cached[:, 0, :, :dim], values)
+                output[row] = attended.to(query.dtype)
         return output
 
 

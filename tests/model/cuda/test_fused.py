@@ -11,29 +11,29 @@ import torch
 
 pytest.importorskip("triton", reason="the optional extra `cuda` is not installed")
 
-from tests.model.cuda.row_attention import RowAttentionStep
+from tests.model.cuda.row_attention import RowReader
 from tests.model.paging import PagedSequences, plain_logits
 
 from stemma.config.settings import ModelSettings
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.attend.attention import StepContext
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cuda.fused import LayoutDecoder
+from stemma.model.cuda.layers import LayerStep, Reader
 from stemma.model.load.fused_loading import fitting_layout, named_weights
 from stemma.model.opened.causal_lm import CausalLM
 from stemma.model.opened.checkpoint import open_checkpoint
 from stemma.model.opened.checkpoint_config import describe_checkpoint
 
-MakeStep = Callable[[ForwardBatch, DeviceKV], StepContext]
+MakeReader = Callable[[ForwardBatch, DeviceKV], Reader]
 
 
 class Stepping(LayoutDecoder):
     """With attention chosen by the test."""
 
-    make_step: MakeStep = RowAttentionStep
+    make_reader: MakeReader = RowReader
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        return self.run(batch, self.make_step(batch, kv))
+        return self.run(batch, LayerStep(self.make_reader(batch, kv), kv))
 
 
 def fused(path: Path, reference: CausalLM, dtype: torch.dtype) -> CausalLM:
@@ -55,8 +55,8 @@ FAMILIES = ("qwen2", "qwen3", "smollm3", "gemma3", "qwen3-moe", "deepseek-v3", "
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family: str, load_family) -> None:
     path, reference = load_family(family, "float32")
-    tokens = list(range(5, 33))
+    tokens = list(range(5, 18))
     run = PagedSequences(fused(path, reference, torch.float32), [tokens])
-    run.step([(0, 20)])
-    run.finish(8)
+    run.step([(0, 9)])
+    run.finish(4)
     torch.testing.assert_close(run.logits[0], plain_logits(path, tokens), atol=2e-4, rtol=1e-3)

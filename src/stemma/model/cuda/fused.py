@@ -11,10 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from stemma.model.attend.attention import StepContext
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cuda.latent import LatentAttention
-from stemma.model.cuda.layers import Attention, GatedMLP, HeadAttention, OnDevice, RowNorm, angle_table
+from stemma.model.cuda.layers import (
+    Attention,
+    GatedMLP,
+    HeadAttention,
+    LayerStep,
+    OnDevice,
+    RowNorm,
+    angle_table,
+)
 from stemma.model.cuda.mixture import ExpertMLP
 from stemma.model.cuda.products import Weight
 from stemma.model.families import layout
@@ -33,8 +40,6 @@ def refusal_of(model: layout.ModelLayout) -> str | None:
         return "positions along three axes, as behind a vision encoder"
     if any(layer.has_gates for layer in model.layers):
         return "gates of what is attended"
-    if any(layer.sinks is not None for layer in model.layers):
-        return "attention sinks, which Triton's kernels don't know"
     return None
 
 
@@ -90,8 +95,8 @@ class LayoutDecoder:
         """Never called: nothing is adaptable."""
         raise AssertionError(f"adapter {adapter.name}")
 
-    def run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
-        """Run all layers with `step` as context of attention; return logits [L, vocab].
+    def run(self, batch: ForwardBatch, step: LayerStep) -> torch.Tensor:
+        """Run all layers over what `step` attends with; return logits [L, vocab].
 
         Sets `batch.hidden` if the batch wants that.
         """
@@ -102,7 +107,7 @@ class LayoutDecoder:
         return self.head(batch.hidden.index_select(0, batch.logits_rows))
 
     def states(
-        self, batch: ForwardBatch, step: StepContext, rows: torch.Tensor | None = None
+        self, batch: ForwardBatch, step: LayerStep, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the states of `rows` (None: of all) behind the last norm, [L, H]; all rows' KV is written."""
         residual, delta, delta_norm = self._embed(batch), None, None

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import triton
 
-from stemma.model.attend.attention import AttentionCall, StepContext
+from stemma.model.attend.attention import AttentionCall
 from stemma.model.attend.latent import LatentProjection
 from stemma.model.cuda.layer_kernels import prepare_latents
-from stemma.model.cuda.layers import OnDevice
+from stemma.model.cuda.layers import LayerStep, OnDevice
 from stemma.model.cuda.products import Weight
 from stemma.model.families import layout
 
@@ -54,18 +54,18 @@ class LatentAttention:
         self._project = Weight(projection[:, heads.nope_dim :])
         self._call = AttentionCall(number, layer.scaling, layer.window, None, _Absorbed(heads.rank))
 
-    def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: StepContext) -> torch.Tensor:
+    def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Attend."""
         shape, joined = self._heads, self._joined(normed).join()
         latent = joined[:, joined.shape[1] - shape.rank - shape.rope_dim :]
         query = joined
         if self._expand is not None and self._query_norm is not None:
             query = self._expand(self._query_norm.columns(joined)).join()
-        folded, key = self._prepare(query, latent, positions)
+        folded = self._prepare(query, latent, positions, *step.place(self._call.layer_idx))
         heads = query[:, : shape.num_heads * (shape.nope_dim + shape.rope_dim)]
         heads = heads.unflatten(1, (shape.num_heads, -1))
         self._fold.by_group(heads, folded)
-        weighted = step.attend(self._call, folded, key, key[..., : shape.rank])
+        weighted = step.reader.read(self._call, folded)
         values = torch.empty(
             *(len(normed), shape.num_heads, shape.value_dim), dtype=normed.dtype, device=normed.device
         )
@@ -73,12 +73,16 @@ class LatentAttention:
         return values.flatten(1)
 
     def _prepare(
-        self, query: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries with their rotary parts alone, [T, H, rank + rope], and keys [T, 1, rank + rope]."""
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write latents to the cache; return queries with their rotary parts alone, [T, H, rank + rope]."""
         shape, num_tokens = self._heads, len(query)
         folded = query.new_empty(num_tokens, shape.num_heads, shape.rank + shape.rope_dim)
-        key = query.new_empty(num_tokens, 1, shape.rank + shape.rope_dim)
         kernel: Any = prepare_latents[(num_tokens, shape.num_heads + 1)]
         kernel(
             query,
@@ -86,13 +90,17 @@ class LatentAttention:
             self._norm.weight,
             self._angles,
             positions,
+            slots,
             folded,
-            key,
+            cache,
             query.stride(0),
             latent.stride(0),
             shape.num_heads,
             self._angles.shape[1],
             self._norm.eps,
+            cache.stride(0),
+            cache.stride(2),
+            BLOCK_SIZE=cache.shape[2],
             RANK=shape.rank,
             NOPE=shape.nope_dim,
             ROPE=shape.rope_dim,
@@ -102,4 +110,4 @@ class LatentAttention:
             HALF=triton.next_power_of_2(shape.rope_dim // 2),
             num_warps=1,
         )
-        return folded, key
+        return folded

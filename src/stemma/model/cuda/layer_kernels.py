@@ -83,6 +83,12 @@ def add_and_norm(
 
 
 @triton.jit
+def cache_row(slot, cache, stride_block, stride_token, BLOCK_SIZE: tl.constexpr):
+    """Return where the rows of a slot of a layer lie in the cache."""
+    return cache + slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
+
+
+@triton.jit
 def prepare_heads(
     sums,
     bias,
@@ -90,12 +96,19 @@ def prepare_heads(
     k_norm,
     angles,
     positions,
-    heads,
+    slots,
+    query,
+    cache,
     size,
     num_heads,
     num_kv_heads,
     num_positions,
     eps,
+    stride_block,
+    stride_part,
+    stride_token,
+    stride_head,
+    BLOCK_SIZE: tl.constexpr,
     PIECES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DIM: tl.constexpr,
@@ -104,12 +117,12 @@ def prepare_heads(
     IN_FLOATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Norm and rotate one head of a token's queries and keys, and write it, or one of its values.
+    """Norm and rotate one head of a token's queries or keys; write it to `query`, or keys and values to the cache.
 
-    ROTARY: leading dims that are rotated, 0 for none. Pairs are (d, d + ROTARY / 2): each dim's program lane
+    A negative slot is skipped. ROTARY: leading dims that are rotated, 0 for none. Pairs are (d, d + ROTARY / 2): each dim's program lane
     computes its partner too. `angles` [2, num_positions, ROTARY / 2]: cosines, then sines.
     """
-    ROUND: tl.constexpr = heads.dtype.element_ty
+    ROUND: tl.constexpr = query.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dims = tl.arange(0, BLOCK)
@@ -139,7 +152,15 @@ def prepare_heads(
             cos = tl.load(angles + at, mask=is_turned, other=1.0).to(tl.float32)
             sin = tl.load(angles + num_positions * HALF + at, mask=is_turned, other=0.0).to(tl.float32)
             turned = tl.where(is_turned, x * cos + tl.where(dims < HALF, -y, y) * sin, x)
-    tl.store(heads + base + dims, turned.to(ROUND), mask=inside)
+    if head < num_heads:
+        tl.store(query + (token * num_heads + head) * DIM + dims, turned.to(ROUND), mask=inside)
+    else:
+        slot = tl.load(slots + token)
+        part = (head - num_heads) // num_kv_heads
+        at = cache_row(slot, cache, stride_block, stride_token, BLOCK_SIZE)
+        at += part * stride_part + (head - num_heads - part * num_kv_heads) * stride_head
+        if slot >= 0:
+            tl.store(at + dims, turned.to(ROUND), mask=inside)
 
 
 @triton.jit
@@ -149,13 +170,17 @@ def prepare_latents(
     norm,
     angles,
     positions,
+    slots,
     folded,
-    key,
+    cache,
     stride_query,
     stride_latent,
     num_heads,
     num_positions,
     eps,
+    stride_block,
+    stride_token,
+    BLOCK_SIZE: tl.constexpr,
     RANK: tl.constexpr,
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
@@ -166,27 +191,31 @@ def prepare_latents(
 ):
     """Rotate one head of a token's queries into `folded` [T, heads, RANK + ROPE], behind what is folded.
 
-    The last program of a token norms its latent and rotates its key, into `key` [T, RANK + ROPE]. PAIRED: pairs
-    are neighbours, which LEAVES_PAIRS leaves so.
+    The last program of a token norms its latent and rotates its key, into the cache; a negative slot is
+    skipped. PAIRED: pairs are neighbours, which LEAVES_PAIRS leaves so.
     """
     ROUND: tl.constexpr = folded.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    slot = tl.load(slots + token)
     if head < num_heads:
+        slot = slot * 0  # a query is always written
         source = query + token * stride_query + head * (NOPE + ROPE) + NOPE
         target = folded + (token * num_heads + head) * (RANK + ROPE) + RANK
     else:
         source = latent + token * stride_latent + RANK
-        target = key + token * (RANK + ROPE) + RANK
+        row = cache_row(slot, cache, stride_block, stride_token, BLOCK_SIZE)
+        target = row + RANK
         columns = tl.arange(0, BLOCK)
         inside = columns < RANK
         x = tl.load(latent + token * stride_latent + columns, mask=inside, other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(x * x, 0) / RANK + eps)
         weight = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
         x = scaled_by_norm(x, factor, weight, False, ROUND)
-        tl.store(key + token * (RANK + ROPE) + columns, x.to(ROUND), mask=inside)
+        tl.store(row + columns, x.to(ROUND), mask=inside & (slot + columns * 0 >= 0))
     pairs = tl.arange(0, HALF)
     is_pair = pairs < ROPE // 2
+    is_kept = is_pair & (slot + pairs * 0 >= 0)
     one = 2 * pairs if PAIRED else pairs
     other = 2 * pairs + 1 if PAIRED else pairs + ROPE // 2
     a = tl.load(source + one, mask=is_pair, other=0.0).to(tl.float32)
@@ -196,8 +225,8 @@ def prepare_latents(
     sin = tl.load(angles + num_positions * (ROPE // 2) + at, mask=is_pair, other=0.0).to(tl.float32)
     one = 2 * pairs if LEAVES_PAIRS else pairs
     other = 2 * pairs + 1 if LEAVES_PAIRS else pairs + ROPE // 2
-    tl.store(target + one, (a * cos - b * sin).to(ROUND), mask=is_pair)
-    tl.store(target + other, (b * cos + a * sin).to(ROUND), mask=is_pair)
+    tl.store(target + one, (a * cos - b * sin).to(ROUND), mask=is_kept)
+    tl.store(target + other, (b * cos + a * sin).to(ROUND), mask=is_kept)
 
 
 @triton.jit

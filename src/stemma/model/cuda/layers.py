@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 import triton
 
-from stemma.model.attend.attention import AttentionCall, StepContext
+from stemma.memory.device.kv import DeviceKV
+from stemma.model.attend.attention import AttentionCall
 from stemma.model.cuda.layer_kernels import add_and_norm, prepare_heads
 from stemma.model.cuda.products import Gate, Sums, Weight
 from stemma.model.families import layout
@@ -114,10 +115,32 @@ class RowNorm:
         return normed
 
 
+class Reader(Protocol):
+    """Attends to KV that is written; `ListedAttentionStep` does."""
+
+    slots: torch.Tensor
+    """[T] int64: where each row's KV is to be written; negative: nowhere."""
+
+    def read(self, call: AttentionCall, query: torch.Tensor, value_dim: int | None = None) -> torch.Tensor:
+        """Take q [T, H, D]; return what it attends to, [T, H, values]: as those of `ListedAttentionStep`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """What layers write their KV to, and attend with."""
+
+    reader: Reader
+    kv: DeviceKV
+
+    def place(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots of the rows and a layer's cache, as kernels take them."""
+        return self.reader.slots, self.kv.layer(number)
+
+
 class Attention(Protocol):
     """What a layer does before its output product."""
 
-    def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: StepContext) -> torch.Tensor:
+    def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Take normed states [T, H] and positions [T]; return what is attended, [T, inputs of the output]."""
 
 
@@ -142,32 +165,36 @@ class HeadAttention:
             number, layer.scaling, layer.window, None, None, sinks, rotates=layer.rotates
         )
 
-    def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: StepContext) -> torch.Tensor:
+    def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Attend."""
-        count, kv_count = self._heads.num_heads, self._heads.num_kv_heads
-        heads = self._prepare(self._qkv(normed), positions)
-        query, key, value = heads.split((count, kv_count, kv_count), dim=1)
-        return step.attend(self._call, query, key, value).reshape(len(normed), -1)
+        query = self._prepare(self._qkv(normed), positions, *step.place(self._call.layer_idx))
+        return step.reader.read(self._call, query).flatten(1)
 
-    def _prepare(self, sums: Sums, positions: torch.Tensor) -> torch.Tensor:
-        """Norm and rotate; return queries, keys and values, [T, heads, D]."""
+    def _prepare(
+        self, sums: Sums, positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Norm and rotate; write keys and values to the cache and return queries, [T, heads, D]."""
         shape, dim, (num_tokens, width) = self._heads, self._heads.head_dim, sums.shape
-        heads = torch.empty(
-            num_tokens, width // dim, dim, dtype=sums.dtype, device=sums.numbers.device
+        query = torch.empty(
+            *(num_tokens, shape.num_heads, dim), dtype=sums.dtype, device=sums.numbers.device
         )
-        norms = [norm.weight for norm in self._norms] or [heads, heads]
+        norms = [norm.weight for norm in self._norms] or [query, query]
         kernel: Any = prepare_heads[(num_tokens, width // dim)]
         kernel(
             *sums.arguments(),
             *norms,
             self._angles,
             positions,
-            heads,
+            slots,
+            query,
+            cache,
             num_tokens * width,
             shape.num_heads,
             shape.num_kv_heads,
             self._angles.shape[1],
             self._norms[0].eps if self._norms else 0.0,
+            *cache.stride()[:4],
+            BLOCK_SIZE=cache.shape[2],
             **sums.constants(),
             DIM=dim,
             ROTARY=self._rotary,
@@ -176,7 +203,7 @@ class HeadAttention:
             BLOCK=triton.next_power_of_2(dim),
             num_warps=1,
         )
-        return heads
+        return query
 
 
 class GatedMLP:
