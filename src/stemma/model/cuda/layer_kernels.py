@@ -4,6 +4,10 @@ A program has one row, or one head of it, so what it computes depends on no othe
 are added as they are read. Results are rounded where native/layers.h rounds them, which is where the modules
 of transformers do.
 
+A kernel is compiled in forms, for few tokens and for many, whose threads may hold other numbers, and a
+compiler may fuse a product and a sum in one form and not in another. So sums go by halves (`summed`), and
+products that are added to something are `times` or `fma`.
+
 Functions in this file are written in Triton's language, not Python.
 """
 
@@ -13,6 +17,21 @@ import triton
 import triton.language as tl
 
 from stemma.model.cuda.product_kernels import joined
+
+
+@triton.jit
+def times(a, b):
+    """Return the product, which can't be fused with what it is added to."""
+    return tl.fma(a, b, tl.zeros_like(a))
+
+
+@triton.jit
+def summed(x, SIZE: tl.constexpr):
+    """Return the sum of x [SIZE], a power of 2, in an order that no placing of its numbers changes."""
+    LEVELS: tl.constexpr = SIZE.bit_length() - 1
+    for level in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, [2, SIZE >> (level + 1)]), 0)
+    return tl.sum(x, 0)
 
 
 @triton.jit
@@ -68,16 +87,16 @@ def add_and_norm(
         from_at = row * width + first + columns
         x = joined(sums, bias, from_at, first + columns, inside, size, PIECES, HAS_BIAS, ROUND)
         if NORMS_DELTA:
-            factor = tl.rsqrt(tl.sum(x * x, 0) / num_columns + delta_eps)
+            factor = tl.rsqrt(summed(times(x, x), BLOCK) / num_columns + delta_eps)
             norm = tl.load(delta_norm + columns, mask=inside, other=0.0).to(tl.float32)
             x = scaled_by_norm(x, factor, norm, True, ROUND)
         if SCALES:
-            x = rounded(x * scale, ROUND)
+            x = rounded(times(x, tl.zeros_like(x) + scale), ROUND)
     if HAS_RESIDUAL:
         x = rounded(tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + x, ROUND)
         if HAS_DELTA:
             tl.store(residual + at, x.to(ROUND), mask=inside)
-    factor = tl.rsqrt(tl.sum(x * x, 0) / num_columns + eps)
+    factor = tl.rsqrt(summed(times(x, x), BLOCK) / num_columns + eps)
     norm = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + at, scaled_by_norm(x, factor, norm, IN_FLOATS, ROUND).to(ROUND), mask=inside)
 
@@ -133,7 +152,7 @@ def prepare_heads(
     turned = x
     if head < num_heads + num_kv_heads:
         if NORMS:
-            factor = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
+            factor = tl.rsqrt(summed(times(x, x), BLOCK) / DIM + eps)
             norm = q_norm if head < num_heads else k_norm
             x = scaled_by_norm(
                 x, factor, tl.load(norm + dims, mask=inside, other=0.0).to(tl.float32), IN_FLOATS, ROUND
@@ -151,7 +170,7 @@ def prepare_heads(
             at = tl.load(positions + token) * HALF + dims % HALF
             cos = tl.load(angles + at, mask=is_turned, other=1.0).to(tl.float32)
             sin = tl.load(angles + num_positions * HALF + at, mask=is_turned, other=0.0).to(tl.float32)
-            turned = tl.where(is_turned, x * cos + tl.where(dims < HALF, -y, y) * sin, x)
+            turned = tl.where(is_turned, tl.fma(x, cos, times(tl.where(dims < HALF, -y, y), sin)), x)
     if head < num_heads:
         tl.store(query + (token * num_heads + head) * DIM + dims, turned.to(ROUND), mask=inside)
     else:
@@ -209,7 +228,7 @@ def prepare_latents(
         columns = tl.arange(0, BLOCK)
         inside = columns < RANK
         x = tl.load(latent + token * stride_latent + columns, mask=inside, other=0.0).to(tl.float32)
-        factor = tl.rsqrt(tl.sum(x * x, 0) / RANK + eps)
+        factor = tl.rsqrt(summed(times(x, x), BLOCK) / RANK + eps)
         weight = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
         x = scaled_by_norm(x, factor, weight, False, ROUND)
         tl.store(row + columns, x.to(ROUND), mask=inside & (slot + columns * 0 >= 0))
@@ -225,8 +244,8 @@ def prepare_latents(
     sin = tl.load(angles + num_positions * (ROPE // 2) + at, mask=is_pair, other=0.0).to(tl.float32)
     one = 2 * pairs if LEAVES_PAIRS else pairs
     other = 2 * pairs + 1 if LEAVES_PAIRS else pairs + ROPE // 2
-    tl.store(target + one, (a * cos - b * sin).to(ROUND), mask=is_kept)
-    tl.store(target + other, (b * cos + a * sin).to(ROUND), mask=is_kept)
+    tl.store(target + one, tl.fma(a, cos, -times(b, sin)).to(ROUND), mask=is_kept)
+    tl.store(target + other, tl.fma(b, cos, times(a, sin)).to(ROUND), mask=is_kept)
 
 
 @triton.jit
@@ -267,7 +286,7 @@ def route(
     else:
         logits = tl.where(inside, logits, float("-inf"))
         scores = tl.exp(logits - tl.max(logits, 0))
-        scores = scores / tl.sum(scores, 0)
+        scores = scores / summed(scores, PADDED)
     choice = scores
     if HAS_CORRECTION:
         choice += tl.load(correction + experts, mask=inside, other=0.0)
@@ -342,12 +361,12 @@ def combine(
     for place in range(TOP_K):
         choice = token * TOP_K + place
         part = tl.load(outputs + choice * width + columns, mask=inside, other=0.0).to(tl.float32)
-        total += rounded(part * tl.load(weights + choice), ROUND)
+        total += rounded(times(part, tl.zeros_like(part) + tl.load(weights + choice)), ROUND)
     if HAS_SHARED:
         shared = joined(sums, bias, at, columns, inside, size, PIECES, HAS_BIAS, ROUND)
         if HAS_GATE:
             x = tl.load(states + at, mask=inside, other=0.0).to(tl.float32)
-            score = tl.sum(x * tl.load(gate + columns, mask=inside, other=0.0), 0)
+            score = summed(times(x, tl.load(gate + columns, mask=inside, other=0.0)), BLOCK)
             shared = rounded(shared / (1.0 + tl.exp(-score)), ROUND)
         total = rounded(total, ROUND) + shared
     tl.store(mixed + at, total.to(ROUND), mask=inside)

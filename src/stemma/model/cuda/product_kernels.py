@@ -24,7 +24,8 @@ def activated(gate, up, sharpness, limit, GATE: tl.constexpr, ROUND: tl.constexp
         up = tl.minimum(tl.maximum(up, -limit), limit)
         return (up + 1.0) * (gate / (1.0 + tl.exp(-gate * sharpness)))
     if GATE == 2:
-        power = 2.0 * 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
+        inner = tl.fma(0.044715 * gate, gate, tl.zeros_like(gate) + 1.0)
+        power = 2.0 * 0.7978845608028654 * gate * inner
         gate = gate / (1.0 + tl.exp(-power))
     else:
         gate = gate / (1.0 + tl.exp(-gate))
