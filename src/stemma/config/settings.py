@@ -110,9 +110,10 @@ class CacheSettings(SettingsModel):
     block_size: int = Field(default=64, ge=1, le=1024)
     """Tokens per block."""
     kv_cache_memory: ByteSize | None = None
-    """Bytes of the device tier; default: `kv_cache_fraction` of free memory."""
-    kv_cache_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
-    """Share of the free memory that KV may take if `kv_cache_memory` is not given."""
+    """Bytes of the device tier; default: what `kv_cache_fraction` says."""
+    kv_cache_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Without `kv_cache_memory`: on CPU, the share of the free memory that KV may take (half). On a GPU, the
+    share of the card (nine tenths) that is taken by weights, a largest step, which is measured, and KV."""
     state_interval: int = Field(default=1024, ge=64)
     """Tokens from one kept state of a long prompt of such a model to the next, beside those where prompts
     part and end."""

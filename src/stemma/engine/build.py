@@ -35,6 +35,7 @@ from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.engine.trace_log import TraceHeader, TraceLog
 from stemma.errors import ConfigError
 from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.tiers.block_store import BlockStore
@@ -327,17 +328,17 @@ def make_runner(
 def open_queue(settings: EngineSettings, device: torch.device) -> WorkQueue | None:
     """Return the queue of overlapping steps; None if steps run in turn.
 
-    With mtp every step needs the host: the model's own layer runs between two steps. Several ranks on CUDA
-    get the drawn tokens by way of the host, so each step would wait for the one before.
+    With mtp every step needs the host: the model's own layer runs between two steps. Several ranks
+    beside the host get the drawn tokens by way of the host, so each step would wait for the one before.
     """
     if settings.speculation.mode == "mtp":
         return None
-    if settings.parallel.num_ranks > 1 and device.type == "cuda":
+    accelerator, wanted = accelerator_of(device), settings.scheduler.overlap_schedule
+    if settings.parallel.num_ranks > 1 and not accelerator.is_host:
         return None
-    wanted, is_cuda = settings.scheduler.overlap_schedule, device.type == "cuda"
-    if wanted == "off" or (wanted == "auto" and (not is_cuda or settings.speculation.mode != "off")):
+    if wanted == "off" or (wanted == "auto" and (accelerator.is_host or settings.speculation.mode != "off")):
         return None
-    return StreamQueue(device) if is_cuda else ThreadQueue()
+    return ThreadQueue() if accelerator.is_host else StreamQueue(accelerator)
 
 
 def open_kv_events(

@@ -20,7 +20,7 @@ class Refused:
     """A combination that isn't served."""
 
     applies: Callable[[EngineSettings, str], bool]
-    """Given the settings and the type of the device, ``cpu`` or ``cuda``."""
+    """Given the settings and the type of the device, e.g. ``cpu``."""
     message: str
     """Advice to the user; ``{role}``, ``{kv}``, ``{layout}``, ``{quantize}``, ``{ranks}`` and
     ``{block_size}`` stand for settings."""
@@ -98,7 +98,7 @@ REFUSED: tuple[Refused, ...] = (
 def check_combinations(settings: EngineSettings, device: str) -> None:
     """Raise ConfigError if settings contradict each other, or name parts that can't serve (together).
 
-    `device`: the type that the model runs on, ``cpu`` or ``cuda``.
+    `device`: the type that the model runs on, e.g. ``cpu``.
     """
     make_policy(settings.cache.eviction)  # refused here, not after minutes of loading
     for refused in REFUSED:

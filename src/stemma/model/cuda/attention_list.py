@@ -1,7 +1,7 @@
 """The list that `listed_kernels` works off, built on the host with numpy: no loop over tiles.
 
 An item is six int32: where its queries' rows stand in the step's numbers, how many they are, where the block
-table stands, the first piece and the end of its pieces, and whether the tile is cut. The longest item comes
+table stands, the first piece and the end of its pieces, and the place of its sums, -1 if it isn't cut. The longest item comes
 first, and programs take items in turn, so they end at about the same time. A tile is cut into an item for
 each piece if it alone would take a large part of a program's share of the step. Whether it is cut changes no
 bit, only who joins the pieces.
@@ -18,11 +18,11 @@ import numpy.typing as npt
 from stemma.model.attend.attention import Sight
 from stemma.model.attend.shared_prefix import PrefixGroup
 
-ITEM, JOIN = 6, 3
+ITEM, JOIN = 6, 7
 """Numbers of an item, and of an entry of the list of tokens whose pieces are joined."""
 _SHARES = 4
 """A tile is cut if it is longer than this part of a program's share."""
-_ROOM_BYTES, _MOST_PLACES = 64 << 20, 16_384
+_ROOM_BYTES, _MOST_PIECES = 64 << 20, 16_384
 """Room for pieces of tiles that are cut; beyond it tiles aren't cut."""
 
 Ints = npt.NDArray[np.int32]
@@ -59,8 +59,8 @@ class ListShape:
 
     @property
     def num_places(self) -> int:
-        """Pairs of a query and a piece for which there is room."""
-        return min(_MOST_PLACES, _ROOM_BYTES // (4 * self.num_heads * (self.value_dim + 2)))
+        """Rows of pieces for which there is room, one for each head of each query."""
+        return self.num_heads * min(_MOST_PIECES, _ROOM_BYTES // (4 * self.num_heads * (self.value_dim + 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +103,28 @@ class AttentionList:
     items: Ints
     """[n, ITEM]."""
     joins: Ints
-    """[m, JOIN]: row, the place of its first piece, number of pieces; padding has none."""
-    places: Ints
-    """[T]: place of piece 0 of each query of a tile that is cut, which may be negative."""
+    """[m, JOIN]: row; then twice, for pieces of a group's tiles and of its own: the place of the first one,
+    their number, queries of the tile. Padding has no pieces."""
     firsts: Ints
     """[T]: the first key that each query sees; empty if that is 0 for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Tiles, in order of their rows: [n] each."""
+    """[n] each: first those of all sequences in order, then those of groups."""
 
     first: Ints
+    """Where their rows stand, from `order_at` on."""
     count: Ints
-    seq: Ints
-    end_key: Ints
+    """Queries."""
+    table_at: Ints
     low: Ints
-    """The first piece of the tile's own items."""
+    """The first piece."""
     high: Ints
-    shared: Ints
-    """Pieces before `low` that items of its group attend to."""
+    """The end of the pieces."""
+    end_key: Ints
+    in_group: npt.NDArray[np.bool_]
+    """Whether it is a group's, or a member's own: all these are cut."""
 
 
 def make_list(shape: ListShape, rows: StepRows, num_programs: int) -> AttentionList:
@@ -130,24 +132,32 @@ def make_list(shape: ListShape, rows: StepRows, num_programs: int) -> AttentionL
     firsts = np.empty(0, dtype=np.int32)
     if not shape.sight.is_whole:
         firsts = shape.sight.first(rows.seen[: rows.starts[-1]] - 1).astype(np.int32)
+    tiles = _tiles(shape, rows, firsts)
+    is_cut, place = _cut(shape, tiles, num_programs)
+    return AttentionList(
+        _items(shape, rows, tiles, is_cut, place), _joins(shape, rows, tiles, is_cut, place), firsts
+    )
+
+
+def _tiles(shape: ListShape, rows: StepRows, firsts: Ints) -> _Tiles:
+    starts, size = rows.starts, shape.queries
     shared = _shared_pieces(shape, rows)
-    tiles = _tiles(shape, rows, firsts, shared)
-    is_cut, base = _cut(shape, tiles, num_programs)
-    span, origin = tiles.high - tiles.low + tiles.shared, tiles.low - tiles.shared
-    tile = np.repeat(np.arange(len(tiles.first)), tiles.count)
-    place = base[tile] + (np.arange(len(tile)) - tiles.first[tile]) * span[tile]
-    joined = np.flatnonzero(is_cut[tile])
-    padding = np.arange(len(tile), rows.num_rows)
-    joins = np.zeros((len(joined) + len(padding), JOIN), dtype=np.int32)
-    joins[:, 0] = np.concatenate([joined, padding])
-    joins[: len(joined), 1], joins[: len(joined), 2] = place[joined], span[tile][joined]
-    items, num_keys = _items(shape, rows, tiles, is_cut)
-    if shared.any():
-        of_groups = _group_items(shape, rows, shared)
-        items = np.concatenate([items, of_groups])
-        num_keys = np.concatenate([num_keys, np.full(len(of_groups), shape.piece)])
-    items = items[np.argsort(-num_keys, kind="stable")]
-    return AttentionList(items, joins, (place - origin[tile]).astype(np.int32), firsts)
+    per_seq = -(-np.diff(starts) // size)
+    seq = np.repeat(np.arange(len(per_seq)), per_seq)
+    first = starts[seq] + _numbers(per_seq) * size
+    count = np.minimum(size, starts[seq + 1] - first)
+    end_key = rows.lens[seq] - starts[seq + 1] + first + count
+    low = firsts[first] // shape.piece if len(firsts) else shared[seq]
+    high = -(-end_key // shape.piece)
+    own = _Tiles(first, count, rows.tables_at[seq], low, high, end_key, shared[seq] > 0)
+    if not shared.any():
+        return own
+    at = rows.num_rows
+    found = [own]
+    for group in rows.groups:
+        found.append(_group_tiles(shape, at, group, int(shared[group.members[0]]), rows))
+        at += len(group.members)
+    return _Tiles(*(np.concatenate([getattr(one, name) for one in found]) for name in _Tiles.__slots__))
 
 
 def _shared_pieces(shape: ListShape, rows: StepRows) -> Ints:
@@ -157,64 +167,74 @@ def _shared_pieces(shape: ListShape, rows: StepRows) -> Ints:
         return shared
     for group in rows.groups:
         shared[list(group.members)] = group.num_blocks * rows.block_size // shape.piece
-    # All pieces of members need places; if they have none, each reads the prefix itself.
-    needed = (-(-rows.lens // shape.piece))[shared > 0].sum()
+    # All pieces of members need places; if there are too few, each reads the prefix itself.
+    needed = (-(-rows.lens // shape.piece))[shared > 0].sum() * shape.num_heads
     return shared if needed <= shape.num_places else np.zeros_like(shared)
 
 
-def _tiles(shape: ListShape, rows: StepRows, firsts: Ints, shared: Ints) -> _Tiles:
-    starts, size = rows.starts, shape.queries
-    per_seq = -(-np.diff(starts) // size)
-    seq = np.repeat(np.arange(len(per_seq), dtype=np.int32), per_seq)
-    number = np.arange(len(seq)) - np.repeat(np.cumsum(per_seq) - per_seq, per_seq)
-    first = starts[seq] + number * size
-    count = np.minimum(size, starts[seq + 1] - first)
-    end_key = rows.lens[seq] - starts[seq + 1] + first + count
-    low = firsts[first] // shape.piece if len(firsts) else shared[seq]
-    return _Tiles(first, count, seq, end_key, low, -(-end_key // shape.piece), shared[seq])
+def _group_tiles(shape: ListShape, at: int, group: PrefixGroup, num_pieces: int, rows: StepRows) -> _Tiles:
+    """Return the tiles of a group's members, whose rows stand from `at` on."""
+    number = np.arange(0, len(group.members), shape.queries, dtype=np.int32)
+    same = np.ones_like(number)
+    return _Tiles(
+        first=at + number,
+        count=np.minimum(shape.queries, len(group.members) - number),
+        table_at=same * rows.tables_at[group.members[0]],
+        low=0 * same,
+        high=same * num_pieces,
+        end_key=same * num_pieces * shape.piece,
+        in_group=same > 0,
+    )
 
 
 def _cut(shape: ListShape, tiles: _Tiles, num_programs: int) -> tuple[npt.NDArray[np.bool_], Ints]:
-    """Return which tiles are cut, and the place of the first piece of each one's first query."""
+    """Return which tiles are cut, and the places of their first pieces."""
     length = tiles.high - tiles.low
-    is_cut = (length > 1) & (length * _SHARES * num_programs > length.sum() * shape.units)
-    is_cut |= tiles.shared > 0
-    taken = np.where(is_cut, (length + tiles.shared) * tiles.count, 0)
-    order = np.lexsort((-length, tiles.shared == 0))  # members of groups have room: that was checked
-    base = np.empty_like(taken)
-    base[order] = np.cumsum(taken[order]) - taken[order]
-    return is_cut & (base + taken <= shape.num_places), base
+    is_cut = (length > 1) & (length * _SHARES * num_programs > length.sum() * shape.units) | tiles.in_group
+    taken = np.where(is_cut, length * tiles.count * shape.num_heads, 0)
+    order = np.lexsort((-length, ~tiles.in_group))  # for those of groups there is room
+    place = np.empty_like(taken)
+    place[order] = np.cumsum(taken[order]) - taken[order]
+    return is_cut & (place + taken <= shape.num_places), place
 
 
 def _items(
-    shape: ListShape, rows: StepRows, tiles: _Tiles, is_cut: npt.NDArray[np.bool_]
-) -> tuple[Ints, Ints]:
-    """Return the items of all tiles, and how many keys each reads."""
+    shape: ListShape, rows: StepRows, tiles: _Tiles, is_cut: npt.NDArray[np.bool_], place: Ints
+) -> Ints:
+    """Return the items of all tiles, the longest first."""
     per_tile = np.where(is_cut, tiles.high - tiles.low, 1)
-    tile = np.repeat(np.arange(len(per_tile)), per_tile)
-    number = np.arange(len(tile)) - np.repeat(np.cumsum(per_tile) - per_tile, per_tile)
-    begin = tiles.low[tile] + number
-    end = np.where(is_cut[tile], begin + 1, tiles.high[tile])
+    tile, number = np.repeat(np.arange(len(per_tile)), per_tile), _numbers(per_tile)
+    begin, cut = tiles.low[tile] + number, is_cut[tile]
+    end = np.where(cut, begin + 1, tiles.high[tile])
     items = np.empty((len(tile), ITEM), dtype=np.int32)
     items[:, 0] = rows.order_at + tiles.first[tile]
     items[:, 1] = tiles.count[tile]
-    items[:, 2] = rows.tables_at[tiles.seq[tile]]
-    items[:, 3], items[:, 4], items[:, 5] = begin, end, is_cut[tile]
-    return items, np.minimum(end * shape.piece, tiles.end_key[tile]) - begin * shape.piece
+    items[:, 2] = tiles.table_at[tile]
+    items[:, 3], items[:, 4] = begin, end
+    items[:, 5] = np.where(cut, place[tile] + number * tiles.count[tile] * shape.num_heads, -1)
+    num_keys = np.minimum(end * shape.piece, tiles.end_key[tile]) - begin * shape.piece
+    return items[np.argsort(-num_keys, kind="stable")]
 
 
-def _group_items(shape: ListShape, rows: StepRows, shared: Ints) -> Ints:
-    """Return the items of shared pieces: a tile of members each."""
-    found, at = [], rows.order_at + rows.num_rows
-    for group in rows.groups:
-        num_pieces, size = int(shared[group.members[0]]), len(group.members)
-        first = np.arange(0, size, shape.queries)
-        items = np.empty((len(first) * num_pieces, ITEM), dtype=np.int32)
-        items[:, 0] = np.repeat(at + first, num_pieces)
-        items[:, 1] = np.repeat(np.minimum(shape.queries, size - first), num_pieces)
-        items[:, 2] = rows.tables_at[group.members[0]]
-        items[:, 3] = np.tile(np.arange(num_pieces), len(first))
-        items[:, 4], items[:, 5] = items[:, 3] + 1, 1
-        found.append(items)
-        at += size
-    return np.concatenate(found)
+def _joins(
+    shape: ListShape, rows: StepRows, tiles: _Tiles, is_cut: npt.NDArray[np.bool_], place: Ints
+) -> Ints:
+    """Return the tokens whose pieces are joined, and the padding."""
+    num_tokens, num_padding = int(rows.starts[-1]), rows.num_rows - int(rows.starts[-1])
+    tile, number = np.repeat(np.arange(len(tiles.count)), tiles.count), _numbers(tiles.count)
+    parts = np.empty((len(tile), 3), dtype=np.int32)
+    parts[:, 0] = place[tile] + number * shape.heads
+    parts[:, 1] = (tiles.high - tiles.low)[tile]
+    parts[:, 2] = tiles.count[tile]
+    joined = np.flatnonzero(is_cut[tile[:num_tokens]])
+    joins = np.zeros((len(joined) + num_padding, JOIN), dtype=np.int32)
+    joins[:, 0] = np.concatenate([joined, np.arange(num_tokens, rows.num_rows)])
+    joins[: len(joined), 4:] = parts[joined]
+    if len(parts) > num_tokens:  # behind the tokens stand members of groups
+        joins[np.searchsorted(joined, rows.members), 1:4] = parts[num_tokens:]
+    return joins
+
+
+def _numbers(counts: Ints) -> npt.NDArray[np.int64]:
+    """Return 0, 1, ... for each of `counts`, one behind the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

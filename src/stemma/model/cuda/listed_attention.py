@@ -26,6 +26,7 @@ from stemma.model.cuda.triton_kernels import write_kernel
 
 PIECE = 1024
 """Keys of a piece."""
+MOST_BLOCK_M = 128
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _JOINED_HEADS = 4
 _LOG2_E = 1.4426950408889634
@@ -60,13 +61,16 @@ class PieceRoom:
         self._rooms: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, shape: ListShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weighted values [places, H, Dv], and their highest scores and weights [places, H, 2]."""
+        """Return weighted values [n, Dv], and their highest scores and weights [n, 2], float32.
+
+        n: for each place, then for each program and row of its tile.
+        """
         key = shape.num_heads, shape.value_dim
         if key not in self._rooms:
-            dims = shape.num_places, shape.num_heads
+            num_rows = shape.num_places + self.num_programs * MOST_BLOCK_M
             self._rooms[key] = (
-                torch.empty(*dims, shape.value_dim, dtype=torch.float32, device=device),
-                torch.empty(*dims, 2, dtype=torch.float32, device=device),
+                torch.empty(num_rows, shape.value_dim, dtype=torch.float32, device=device),
+                torch.empty(num_rows, 2, dtype=torch.float32, device=device),
             )
         return self._rooms[key]
 
@@ -163,6 +167,7 @@ class ListedAttentionStep:
             numbers,
             header_at,
             SEEN_AT,
+            shape.num_places,
             call.scaling if call.softcap else call.scaling * _LOG2_E,
             call.softcap or 1.0,
             query.stride(0),
@@ -207,6 +212,7 @@ class ListedAttentionStep:
             output.stride(0),
             output.stride(1),
             NUM_HEADS=num_heads,
+            UNIT=shape.heads,
             HEADS=_JOINED_HEADS,
             VALUE_DIM=value_dim,
             VALUES=padded_values,

@@ -55,6 +55,7 @@ def attend_listed(
     numbers,
     header_at,
     seen_at,
+    scratch_at,
     scale,
     softcap,
     stride_query_token,
@@ -95,8 +96,7 @@ def attend_listed(
     header = numbers + header_at
     items_at = tl.load(header)
     num_items = tl.load(header + 1)
-    places_at = tl.load(header + 4)
-    firsts_at = tl.load(header + 5)
+    firsts_at = tl.load(header + 4)
     row = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, MAIN)
     in_main = dims < HEAD_DIM
@@ -110,7 +110,7 @@ def attend_listed(
         table = numbers + tl.load(item + 2)
         first_piece = tl.load(item + 3)
         end_piece = tl.load(item + 4)
-        is_cut = tl.load(item + 5)
+        place = tl.load(item + 5)
         kv_head = unit // (UNITS // (NUM_HEADS // GROUP))
         valid = row < count * HEADS
         heads = unit * HEADS + row % HEADS
@@ -121,7 +121,6 @@ def attend_listed(
         if HAS_FIRSTS:
             firsts = tl.load(numbers + firsts_at + tokens, mask=valid, other=2147483647)
             begin_key = tl.min(firsts, 0) // BLOCK_N * BLOCK_N
-        places = tl.load(numbers + places_at + tokens, mask=valid, other=0)
         tokens = tokens.to(tl.int64)
         q_rows = query + tokens * stride_query_token + heads * stride_query_head
         q_main = tl.load(q_rows[:, None] + dims[None, :], mask=valid[:, None] & in_main[None, :], other=0.0)
@@ -135,9 +134,16 @@ def attend_listed(
             q_main = q_main.to(tl.float32)
             if REST > 0:
                 q_rest = q_rest.to(tl.float32)
-        joined_highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        joined_total = tl.zeros([BLOCK_M], tl.float32)
-        joined = tl.zeros([BLOCK_M, VALUES], tl.float32)
+        # A tile that isn't cut keeps its fold in memory, since registers hold one sum, not two.
+        base = scratch_at + tl.program_id(0).to(tl.int64) * BLOCK_M
+        if place >= 0:
+            base = place.to(tl.int64) + unit * (count * HEADS)
+        weights_at = partial_weight + base * 2 + row * 2
+        sums_at = partial + base * VALUE_DIM + (row * VALUE_DIM)[:, None] + value_dims[None, :]
+        stored = valid[:, None] & in_values[None, :]
+        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        summed = tl.zeros([BLOCK_M, VALUES], tl.float32)
         for piece in range(first_piece, end_piece):
             highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
@@ -147,9 +153,21 @@ def attend_listed(
             for start in range(begin, end, BLOCK_N):
                 keys_at = start + tl.arange(0, BLOCK_N)
                 inside = keys_at < end
-                block = tl.load(table + keys_at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-                offset = keys_at % BLOCK_SIZE
-                k_rows = cache_k + block * stride_k_block + offset * stride_k_token + kv_head * stride_k_head
+                if BLOCK_SIZE % BLOCK_N == 0:
+                    # All keys lie in one block: few registers hold addresses.
+                    block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+                    offset = start % BLOCK_SIZE
+                    k_rows = cache_k + block * stride_k_block + offset * stride_k_token
+                    k_rows += kv_head * stride_k_head + tl.arange(0, BLOCK_N) * stride_k_token
+                    v_rows = cache_v + block * stride_v_block + offset * stride_v_token
+                    v_rows += kv_head * stride_v_head + tl.arange(0, BLOCK_N) * stride_v_token
+                else:
+                    blocks = tl.load(table + keys_at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+                    offsets = keys_at % BLOCK_SIZE
+                    k_rows = cache_k + blocks * stride_k_block + offsets * stride_k_token
+                    k_rows += kv_head * stride_k_head
+                    v_rows = cache_v + blocks * stride_v_block + offsets * stride_v_token
+                    v_rows += kv_head * stride_v_head
                 k_main = tl.load(
                     k_rows[None, :] + dims[:, None], mask=inside[None, :] & in_main[:, None], other=0.0
                 )
@@ -183,8 +201,6 @@ def attend_listed(
                 if VALUES_ARE_KEYS:
                     values = tl.trans(k_main)
                 else:
-                    v_rows = cache_v + block * stride_v_block + offset * stride_v_token
-                    v_rows += kv_head * stride_v_head
                     values = tl.load(
                         v_rows[:, None] + value_dims[None, :],
                         mask=inside[:, None] & in_values[None, :],
@@ -196,27 +212,20 @@ def attend_listed(
                     weights.to(values.dtype), values, summed * shrink[:, None], input_precision="ieee"
                 )
                 highest = risen
-            if is_cut != 0:
-                at = (places + piece).to(tl.int64) * NUM_HEADS + heads
-                tl.store(partial_weight + at * 2, highest, mask=valid)
-                tl.store(partial_weight + at * 2 + 1, total, mask=valid)
-                tl.store(
-                    partial + at[:, None] * VALUE_DIM + value_dims[None, :],
-                    summed,
-                    mask=valid[:, None] & in_values[None, :],
-                )
-            else:
-                joined_highest, joined_total, joined = _fold(
-                    joined_highest, joined_total, joined, highest, total, summed
-                )
-        if is_cut == 0:
-            means = _finish(joined_highest, joined_total, joined, sinks, heads, valid, HAS_SINKS)
+            if piece > first_piece:
+                tl.debug_barrier()
+                before_highest = tl.load(weights_at, mask=valid, other=float("-inf"))
+                before_total = tl.load(weights_at + 1, mask=valid, other=0.0)
+                before = tl.load(sums_at, mask=stored, other=0.0)
+                highest, total, summed = _fold(before_highest, before_total, before, highest, total, summed)
+            if (place >= 0) | (piece + 1 < end_piece):
+                tl.store(weights_at, highest, mask=valid)
+                tl.store(weights_at + 1, total, mask=valid)
+                tl.store(sums_at, summed, mask=stored)
+        if place < 0:
+            means = _finish(highest, total, summed, sinks, heads, valid, HAS_SINKS)
             o_rows = output + tokens * stride_output_token + heads * stride_output_head
-            tl.store(
-                o_rows[:, None] + value_dims[None, :],
-                means.to(output.dtype.element_ty),
-                mask=valid[:, None] & in_values[None, :],
-            )
+            tl.store(o_rows[:, None] + value_dims[None, :], means.to(output.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -230,6 +239,7 @@ def join_listed(
     stride_output_token,
     stride_output_head,
     NUM_HEADS: tl.constexpr,
+    UNIT: tl.constexpr,
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr,
@@ -237,7 +247,7 @@ def join_listed(
 ):
     """Fold the pieces of each listed token, `HEADS` heads at a time. Grid: (programs,).
 
-    A token without pieces, which is padding, gets zeros.
+    Its first pieces may come from tiles of a group, the others from its own. `UNIT`: heads of a tile's row. A token without pieces, which is padding, gets zeros.
     """
     joins_at = tl.load(numbers + header_at + 2)
     num_joins = tl.load(numbers + header_at + 3)
@@ -245,24 +255,27 @@ def join_listed(
     in_values = value_dims < VALUE_DIM
     units: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     for index in range(tl.program_id(0), num_joins * units, tl.num_programs(0)):
-        entry = numbers + joins_at + (index // units) * 3
+        entry = numbers + joins_at + (index // units) * 7
         token = tl.load(entry).to(tl.int64)
-        first_place = tl.load(entry + 1).to(tl.int64)
-        num_pieces = tl.load(entry + 2)
         heads = (index % units) * HEADS + tl.arange(0, HEADS)
         valid = heads < NUM_HEADS
         inside = valid[:, None] & in_values[None, :]
         highest = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         summed = tl.zeros([HEADS, VALUES], tl.float32)
-        for piece in range(0, num_pieces):
-            at = (first_place + piece) * NUM_HEADS + heads
-            piece_highest = tl.load(partial_weight + at * 2, mask=valid, other=float("-inf"))
-            piece_total = tl.load(partial_weight + at * 2 + 1, mask=valid, other=0.0)
-            piece_summed = tl.load(
-                partial + at[:, None] * VALUE_DIM + value_dims[None, :], mask=inside, other=0.0
-            )
-            highest, total, summed = _fold(highest, total, summed, piece_highest, piece_total, piece_summed)
+        for part in tl.static_range(0, 2):
+            place = tl.load(entry + 1 + 3 * part).to(tl.int64)
+            num_pieces = tl.load(entry + 2 + 3 * part)
+            count = tl.load(entry + 3 + 3 * part)
+            for piece in range(0, num_pieces):
+                at = place + piece * (count * NUM_HEADS) + heads // UNIT * (count * UNIT) + heads % UNIT
+                piece_highest = tl.load(partial_weight + at * 2, mask=valid, other=float("-inf"))
+                piece_total = tl.load(partial_weight + at * 2 + 1, mask=valid, other=0.0)
+                sums_at = partial + at[:, None] * VALUE_DIM + value_dims[None, :]
+                piece_summed = tl.load(sums_at, mask=inside, other=0.0)
+                highest, total, summed = _fold(
+                    highest, total, summed, piece_highest, piece_total, piece_summed
+                )
         means = _finish(highest, total, summed, sinks, heads, valid, HAS_SINKS)
         target = output + token * stride_output_token + heads * stride_output_head
         tl.store(target[:, None] + value_dims[None, :], means.to(output.dtype.element_ty), mask=inside)

@@ -4,9 +4,9 @@ Token ids, positions and slots come from the batch, which has them on the device
 stands in one tensor of int32, `numbers`, filled on the host and brought over by one copy of what is used:
 
     headers of lists, HEADER each | keys that each row sees | numbers of rows, members of groups
-    | block tables, one behind the other | for each list: items, joins, places, firsts
+    | block tables, one behind the other | for each list: items, joins, firsts
 
-A header has, as places in `numbers`: items, their number, joins, their number, places, firsts.
+A header has: where its items stand, their number, where its joins stand, their number, where its firsts do.
 """
 
 from __future__ import annotations
@@ -130,14 +130,14 @@ class StepInputs:
         """Write a list behind the others, and its header."""
         assert self._rows is not None
         made, host = make_list(shape, self._rows, self._num_programs), self._host
-        parts = (made.items, made.joins, made.places, made.firsts)
+        parts = (made.items, made.joins, made.firsts)
         ends = self._end + np.cumsum([part.size for part in parts])
         if ends[-1] > len(host):
             return False
         at = [self._end, *ends[:-1].tolist()]
         for begin, part in zip(at, parts, strict=True):
             host[begin : begin + part.size] = part.reshape(-1)
-        host[header_at : header_at + 6] = (at[0], len(made.items), at[1], len(made.joins), at[2], at[3])
+        host[header_at : header_at + 5] = (at[0], len(made.items), at[1], len(made.joins), at[2])
         self._end = int(ends[-1])
         return True
 

@@ -54,13 +54,13 @@ class VllmBlocks(BlockCopy):
         self.block_bytes = self._offsets[-1]
         self.num_blocks = num_blocks
         device = self._parts[0].device
-        self.is_cuda = device.type == "cuda"
+        self.pins_memory = device.type == "cuda"
         self._copy_runs = copy_runs_function()
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="stemma-copy")
         self._starts = np.array([part.data_ptr() for part in self._parts], np.int64)
         self._strides = np.array([part.stride(0) for part in self._parts], np.int64)
         self._sizes = np.array(sizes, np.int64)
-        self._stream = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if self.pins_memory else None  # type: ignore[no-untyped-call]
         runs = [(len(list(group)), shape) for shape, group in itertools.groupby(described)]
         self.layout = "; ".join(f"{count} x {' '.join(map(str, shape))}" for count, shape in runs)
         """A text that differs between any two layouts whose bytes aren't interchangeable: per run of equal
@@ -85,7 +85,7 @@ class VllmBlocks(BlockCopy):
     def into(
         self, block_ids: Sequence[int], sources: Sequence[torch.Tensor], *, beside_reads: bool = False
     ) -> None:
-        if not self.is_cuda:
+        if not self.pins_memory:
             here, there, sizes = self._runs(block_ids, sources)
             is_much = len(block_ids) * self.block_bytes >= _PARALLEL_BYTES and (os.cpu_count() or 1) > 1
             half = 0 if beside_reads or not is_much else len(here) // 2
