@@ -6,7 +6,7 @@ Nothing here waits for the device or depends on numbers that only it knows: a st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,6 @@ from stemma.model.cuda.layers import (
 from stemma.model.cuda.mixture import ExpertMLP
 from stemma.model.cuda.products import Weight
 from stemma.model.families import layout
-from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.weights.named import NamedWeights
 
 ORDER = 1
@@ -86,14 +85,6 @@ class LayoutDecoder:
         self._embedding_scale = model.embedding_scale
         if model.rounds_embedding_scale:
             self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()
-
-    def adaptable(self) -> Mapping[str, LinearShape]:
-        """Return that no adapter may add to anything."""
-        return {}
-
-    def prepare_adapter(self, adapter: Adapter) -> object:
-        """Never called: nothing is adaptable."""
-        raise AssertionError(f"adapter {adapter.name}")
 
     def run(self, batch: ForwardBatch, step: LayerStep) -> torch.Tensor:
         """Run all layers over what `step` attends with; return logits [L, vocab].
