@@ -72,6 +72,9 @@ class ModelSettings(SettingsModel):
     Default: 128 for `int8`, 32 for `int4`."""
     cuda_graphs: bool = True
     """On CUDA, record decode steps as graphs; off saves their memory."""
+    gpu_path: Literal["modules", "fused"] = "modules"
+    """What runs a model on CUDA: transformers' modules, or `fused`: kernels of ours for the whole of each
+    layer, whose bits no batch changes. No card has run them yet; what they don't compute is refused."""
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"
     """Which hidden states make an embedding: the last token's, the mean of all, or the first token's. `auto`:
     as the checkpoint's modules.json says; without one it makes no embeddings."""

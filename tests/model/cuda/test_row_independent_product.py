@@ -7,12 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.device.product import allow_descriptors, launch_of, multiply, num_pieces
+from benchmarks.device.product_probe import multiply
+
+from stemma.model.cuda.products import launch_of, num_pieces
 
 
 @pytest.mark.parametrize("num_tokens", [1, 17, 130])
 def test_it_is_the_product(num_tokens: int) -> None:
-    allow_descriptors()
     generator = torch.Generator().manual_seed(num_tokens)
     x, w = torch.randn(num_tokens, 256, generator=generator), torch.randn(128, 256, generator=generator)
     torch.testing.assert_close(multiply(x, w), (x.double() @ w.double().T).float(), rtol=1e-5, atol=1e-4)

@@ -16,7 +16,7 @@ import torch
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, UnsupportedModel
-from stemma.memory.device.accelerator import accelerator_of, resolve_device
+from stemma.memory.device.accelerator import CUDA, accelerator_of, resolve_device
 from stemma.model.attend.kept_kv import KeptKV
 from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cpu.packing import Packing
@@ -25,6 +25,7 @@ from stemma.model.files.fingerprint import model_fingerprint
 from stemma.model.files.generation import default_sampling, eos_token_ids
 from stemma.model.files.progress import Progress
 from stemma.model.foreign.vision import VisionEncoder, load_encoder
+from stemma.model.load.device_loading import load_on_device
 from stemma.model.load.fused_loading import fitting_layout, load_fused
 from stemma.model.load.job import Loaded, LoadJob
 from stemma.model.load.module_loading import load_by_modules
@@ -125,8 +126,10 @@ def stated_kv(settings: ModelSettings, *, predicts: bool) -> KeptKV | None:
 def _load(load: LoadJob, vision: VisionConfig | None) -> tuple[Loaded, VisionEncoder | None]:
     """Return the decoder, and the vision encoder if the checkpoint has one.
 
-    Raises UnsupportedModel for one with an encoder whose decoder reads no images.
+    Raises UnsupportedModel for one with an encoder whose decoder reads no images, or that `gpu_path` leaves out.
     """
+    if load.device.type == CUDA and load.settings.gpu_path == "fused":
+        return load_on_device(load, has_images=vision is not None), None
     is_own = load.group is None and not runs_remote_code(load.settings)
     packing, checkpoint = load.packing, load.checkpoint
     layout = fitting_layout(checkpoint) if packing is not None and is_own else None

@@ -1,0 +1,241 @@
+"""Products of hidden states with weights, whose rows have the same bits in any batch.
+
+A weight is cut into pieces of its inputs by its own shape, never by the tokens. What few tokens leave are
+the sums of each piece, which the kernel that reads them adds, with the bias: it takes `Sums`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from stemma.model.cuda.product_kernels import join, product
+
+BLOCK_K = 64
+FEW_TOKENS = 128
+_MULTIPROCESSORS = 132
+_MOST_PIECES = 16
+_JOINED = 1024
+_WIDE_TOKENS = 32
+"""Tokens of a tile in float32, which tensor cores don't multiply without rounding."""
+_COPIED = 16
+"""Bytes that rows begin at multiples of, for the copy engine."""
+ROUND = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The tiles of one launch."""
+
+    block_n: int
+    block_t: int
+    num_warps: int
+    num_stages: int
+    is_apart: bool
+    """Whether each piece is a program of its own."""
+
+
+def num_pieces(n: int, k: int) -> int:
+    """Return the pieces of K for a weight ``[n, k]``: at least two waves of programs where tokens are few."""
+    tiles, steps = -(-n // 64), -(-k // BLOCK_K)
+    fit = [pieces for pieces in range(1, _MOST_PIECES + 1) if steps % pieces == 0]
+    return next((pieces for pieces in fit if tiles * pieces >= 2 * _MULTIPROCESSORS), fit[-1])
+
+
+def launch_of(num_tokens: int, *, is_gated: bool = False, is_wide: bool = False) -> Launch:
+    """Return the tiles for so many tokens; the order of sums is that of any other number.
+
+    `is_wide`: operands are float32.
+    """
+    block_t = max(16, min(128, 1 << (num_tokens - 1).bit_length()))
+    if is_wide:
+        return Launch(64, min(block_t, _WIDE_TOKENS), 4, 2, is_apart=True)
+    if num_tokens <= FEW_TOKENS:
+        stages = 5 if block_t <= 32 else 4
+        return Launch(64, block_t, 8 if is_gated and block_t > 64 else 4, stages - is_gated, is_apart=True)
+    return Launch(128, block_t, 8, 3 - is_gated, is_apart=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """How a product's two halves become one: `activated` of product_kernels.py."""
+
+    kind: int
+    sharpness: float = 1.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What a product left of T tokens: its numbers ``[T, N]``, or the sums of its pieces ``[P, T, N]`` float32."""
+
+    numbers: torch.Tensor
+    num_pieces: int
+    bias: torch.Tensor | None
+    """[N], to be added; None: nothing is, any more."""
+    dtype: torch.dtype
+    """What the whole numbers are rounded to."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """T and N."""
+        return self.numbers.shape[-2:]
+
+    def join(self) -> torch.Tensor:
+        """Return the numbers, [T, N]."""
+        if self.num_pieces == 1:
+            return self.numbers
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.numbers.device)
+        kernel: Any = join[(triton.cdiv(whole.numel(), _JOINED),)]
+        kernel(*self.arguments(), whole, whole.numel(), whole.shape[1], **self.constants(), BLOCK=_JOINED)
+        return whole
+
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what kernels read; where there is no bias, something that they don't."""
+        return self.numbers, self.numbers if self.bias is None else self.bias
+
+    def constants(self) -> dict[str, int | bool]:
+        """Return what kernels are compiled for."""
+        return {"PIECES": self.num_pieces, "HAS_BIAS": self.bias is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The choices of T tokens, k each, in order of their experts."""
+
+    order: torch.Tensor
+    """[T * k] int64: choices, numbered token by token."""
+    starts: torch.Tensor
+    """[experts + 1] int64: where each expert's begin."""
+    per_input: int
+    """Choices that read one row of inputs: k, or 1."""
+
+
+class Weight:
+    """Rows of a weight ``[N, K]``, of `num_groups` weights ``[groups, N, K]``, or gates above ups ``[.., 2N, K]``."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, gate: Gate | None = None
+    ) -> None:
+        """Take them on their device; `bias` has a number for each row."""
+        self._weight, self._bias, self._gate = weight.contiguous(), bias, gate
+        rows, self.inputs = weight.shape[-2:]
+        self.outputs = rows // 2 if gate else rows
+        is_one = weight.dim() == 2 and gate is None
+        self._num_pieces = num_pieces(self.outputs, self.inputs) if is_one else 1
+
+    def __call__(self, x: torch.Tensor) -> Sums:
+        """Multiply x [T, K], whose rows may lie apart."""
+        num_tokens, launch = x.shape[0], self._launch(x.shape[0])
+        is_cut = launch.is_apart and self._num_pieces > 1
+        shape = (self._num_pieces, num_tokens, self.outputs) if is_cut else (num_tokens, self.outputs)
+        numbers = x.new_empty(shape, dtype=torch.float32 if is_cut else self._weight.dtype)
+        grid = (
+            triton.cdiv(self.outputs, launch.block_n) * triton.cdiv(num_tokens, launch.block_t),
+            self._num_pieces if launch.is_apart else 1,
+        )
+        self._run(grid, launch, x, numbers)
+        bias = self._bias if is_cut else None
+        return Sums(numbers, self._num_pieces if is_cut else 1, bias, self._weight.dtype)
+
+    def by_group(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Multiply x [T, groups, K] into y [T, groups, N], each group with its weight; both may be strided."""
+        num_tokens, launch = x.shape[0], self._launch(x.shape[0])
+        tiles = triton.cdiv(self.outputs, launch.block_n) * triton.cdiv(num_tokens, launch.block_t)
+        self._run((tiles, 1, x.shape[1]), launch, x, y, groups=(x.stride(1), y.stride(1)))
+
+    def by_expert(self, x: torch.Tensor, chosen: Chosen) -> torch.Tensor:
+        """Multiply rows of x with the experts that chose them; return [choices, N]."""
+        count, num_experts = len(chosen.order), self._weight.shape[0]
+        launch = self._launch(min(FEW_TOKENS, max(1, 2 * count // num_experts)))
+        y = x.new_empty(count, self.outputs)
+        # Every expert may leave one tile that isn't full.
+        num_tiles = min(count, count // launch.block_t + min(count, num_experts))
+        self._run((num_tiles * triton.cdiv(self.outputs, launch.block_n),), launch, x, y, chosen=chosen)
+        return y
+
+    def _launch(self, num_tokens: int) -> Launch:
+        is_wide = self._weight.dtype == torch.float32
+        return launch_of(num_tokens, is_gated=self._gate is not None, is_wide=is_wide)
+
+    def _run(
+        self,
+        grid: tuple[int, ...],
+        launch: Launch,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        groups: tuple[int, int] = (0, 0),
+        chosen: Chosen | None = None,
+    ) -> None:
+        weight, n, k = self._weight, self.outputs, self.inputs
+        of_group = weight.stride(0) if weight.dim() == 3 else 0
+        is_bulk = not launch.is_apart and chosen is None and groups == (0, 0) and _is_aligned(x, weight)
+        if is_bulk:
+            _allow_descriptors(x.device)
+        gate = self._gate or Gate(0)
+        kernel: Any = product[grid]
+        kernel(
+            x,
+            weight,
+            weight if self._bias is None else self._bias,
+            y,
+            y,
+            y if chosen is None else chosen.starts,
+            y if chosen is None else chosen.order,
+            x.shape[0],
+            n,
+            k,
+            x.stride(0),
+            weight.stride(-2),
+            y.stride(-3 if y.dim() == 3 and groups != (0, 0) else -2),
+            groups[0],
+            of_group,
+            groups[1],
+            gate.sharpness,
+            gate.limit,
+            **constants(n, k, launch, pieces=self._num_pieces, is_bulk=is_bulk, widen=x.device.type == "cpu"),
+            HAS_BIAS=self._bias is not None,
+            GATE=gate.kind,
+            EXPERTS=0 if chosen is None else weight.shape[0],
+            PADDED=1 if chosen is None else triton.next_power_of_2(weight.shape[0]),
+            CHOSEN=1 if chosen is None else chosen.per_input,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+
+
+def constants(n: int, k: int, launch: Launch, *, pieces: int, is_bulk: bool, widen: bool) -> dict[str, int | bool]:
+    """Return what `product` is compiled for, of a weight ``[n, k]`` and its tiles."""
+    steps = -(-k // BLOCK_K)
+    return {
+        "PIECE": steps // pieces * BLOCK_K,
+        "PIECES": pieces,
+        "BLOCK_N": launch.block_n,
+        "BLOCK_T": launch.block_t,
+        "BLOCK_K": BLOCK_K,
+        "APART": launch.is_apart,
+        "GROUP": 8,
+        "WIDEN": widen,
+        "BULK": is_bulk,
+        "EVEN_N": n % launch.block_n == 0,
+        "EVEN_K": k % BLOCK_K == 0,
+    }
+
+
+def _allow_descriptors(device: torch.device) -> None:
+    """Give Triton the memory that its descriptors of tiles need; it asks the thread that launches."""
+    triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
+
+
+def _is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether rows begin where the copy engine can."""
+    return all(
+        tensor.data_ptr() % _COPIED == 0 and tensor.stride(-2) * tensor.element_size() % _COPIED == 0
+        for tensor in tensors
+    )
