@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="the optional extra `cuda` is not installed")
 
 from tests import checkpoints
+from tests.model.cuda.rerun_recorder import FakeRecorder
 from tests.model.cuda.row_attention import RowReader
 from tests.model.paging import PagedSequences, plain_logits
 
@@ -20,9 +21,10 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cuda.fused import LayoutDecoder
-from stemma.model.cuda.fused_steps import FusedSteps
+from stemma.model.cuda.fused_steps import FusedModel
 from stemma.model.cuda.layers import LayerStep
 from stemma.model.cuda.listed_attention import PieceRoom
+from stemma.model.cuda.recorded_steps import RecordedDecoder
 from stemma.model.load.fused_loading import fitting_layout, named_weights
 from stemma.model.opened.causal_lm import CausalLM, ModelInfo
 from stemma.model.opened.checkpoint import open_checkpoint
@@ -111,13 +113,17 @@ def test_no_batch_changes_a_rows_bits(family: str, tmp_path: Path) -> None:
 
 
 def test_steps_attend_by_the_list(tmp_path: Path) -> None:
-    """The whole of it: chunk and decodes through the kernels that a card runs, equal to the bit."""
+    """The whole of it: chunk and decodes through the kernels that a card records, equal to the bit."""
     path = checkpoints.build("qwen2", tmp_path, **SMALL)
-    model = fused(path, steps=lambda decoder: FusedSteps(decoder, PieceRoom(1)))
+    recorder = FakeRecorder()
+    model = fused(
+        path, steps=lambda decoder: RecordedDecoder(FusedModel(decoder), PieceRoom(1), recorder)
+    )
     tokens = list(range(5, 12))
     run = PagedSequences(model, [tokens, tokens[:5]])
     run.step([(0, 6), (1, 2)])
     run.step([(1, 3), (0, 1)])
+    assert recorder.num_recorded == 2
     torch.testing.assert_close(run.logits[0], plain_logits(path, tokens), atol=2e-4, rtol=1e-3)
     assert torch.equal(run.logits[1], run.logits[0][:5])
 

@@ -165,7 +165,7 @@ def test_bits_depend_on_nothing_around(window: int | None) -> None:
 
 
 def test_bits_dont_depend_on_a_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes whose first blocks are the same: pieces read once for all of them have the bits of one's own."""
+    """Decodes whose first blocks are the same: pieces read once for all have the bits of each one's own."""
     shape = Shape(4, 2, 16, block_size=8)
     batch, kv = on_device(*make_batch(shape, [80, 90, 70, 33], [1] * 4, 0, torch.bfloat16))
     batch.block_tables[1:3, :8] = batch.block_tables[0, :8]

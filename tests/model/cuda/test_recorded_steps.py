@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the optional extra `cuda` is not installed")
 
+from benchmarks.device.headless import HeadlessModules
 from tests.model.cuda.rerun_recorder import FakeRecorder
 from tests.model.paging import PagedSequences
+from transformers import AutoModelForCausalLM
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
@@ -23,7 +25,7 @@ from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cuda import recorded_steps
 from stemma.model.cuda.listed_attention import ListedAttentionStep, PieceRoom
 from stemma.model.cuda.recorded_steps import RecordedDecoder
-from stemma.model.foreign.decoder import ModuleDecoder
+from stemma.model.foreign.attention import use_paged_attention
 from stemma.model.lora.adapter import LinearShape
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its models lie on the CPU")
@@ -123,6 +125,8 @@ def test_replays_equal_steps_as_they_are(plans: list[list[tuple[int, int]]]) -> 
             if batch is None or same is None:
                 continue
             assert torch.equal(recorded.forward(batch, ours.kv), as_it_is.forward(same, plain.kv))
+            assert batch.hidden is not None
+            assert same.hidden is not None
             assert torch.equal(batch.hidden, same.hidden)
             assert torch.equal(ours.kv.data, plain.kv.data)
 
@@ -189,12 +193,12 @@ def test_a_model_that_cant_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFi
 )
 def test_decoders_equal_torch(family: str, load_family) -> None:
     """A whole model through its modules: chunks, mixed steps and decodes, recorded and replayed."""
-    _, reference = load_family(family, "float32", "torch")
-    modules = reference.decoder
-    assert isinstance(modules, ModuleDecoder)
+    path, reference = load_family(family, "float32", "torch")
+    hf_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    use_paged_attention(hf_model)
     recorder = FakeRecorder()
     model = copy(reference)
-    model.decoder = RecordedDecoder(modules, PieceRoom(1, 16), recorder)
+    model.decoder = RecordedDecoder(HeadlessModules(hf_model), PieceRoom(1, 16), recorder)
     prompts = [prompt[:16] for prompt in PROMPTS]
     ours, theirs = PagedSequences(model, prompts), PagedSequences(reference, prompts)
     for one in (ours, theirs):

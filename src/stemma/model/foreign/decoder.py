@@ -88,32 +88,6 @@ class ModuleDecoder:
         with watched, seeing, self._adapted.step(batch), running(self._states(batch, kv)):
             return self._run(batch.token_ids, batch.positions, batch.logits_rows, step)
 
-    def states(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
-        """Run all but the head; return the hidden states [T, H] behind the final norm."""
-        seeing = nullcontext() if batch.images is None else self._seeing(batch.images)
-        with seeing, self._adapted.step(batch):
-            output = _below_head(self._hf)(
-                input_ids=batch.token_ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                **{STEP_KEYWORD: step, POSITIONS_KEYWORD: batch.positions},
-            )
-        states: torch.Tensor = output.last_hidden_state[0]
-        return states
-
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits [L, vocab] of states [L, H], with all that the model does to its logits."""
-        from transformers.modeling_outputs import BaseModelOutputWithPast  # large, and for this alone
-
-        below = _below_head(self._hf)
-        below.forward = lambda **_options: BaseModelOutputWithPast(last_hidden_state=states[None])
-        try:
-            output = self._hf(input_ids=torch.zeros(1, len(states), dtype=torch.int64), use_cache=False)
-        finally:
-            del below.forward  # the class's own again
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
     @contextmanager
     def _watched(self, batch: ForwardBatch) -> Iterator[None]:
         """Set `batch.hidden` to what the model below the output head returns."""
