@@ -37,7 +37,7 @@ class FusedSteps:
         raise AssertionError(f"adapter {adapter.name}")
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        """Write the batch's KV and return logits [L, vocab]. Raises RuntimeError if its tables have no room."""
+        """Write the batch's KV and return logits [L, vocab]. Raises RuntimeError for tables without room."""
         num_rows = len(batch.token_ids)
         if self._inputs is None or num_rows > self._max_rows:
             self._max_rows = max(_FEWEST_ROWS, 1 << (num_rows - 1).bit_length())
