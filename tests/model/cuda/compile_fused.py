@@ -1,7 +1,7 @@
-"""Compiles every kernel that the fused decoder launches, at shapes of real models; prints JSON, a line for each.
+"""Compiles every kernel that the fused decoder launches, at shapes of real models; prints a line of JSON each.
 
-Arguments: the compute capability, e.g. 90, and names of `MODELS`. Launches are caught on their way to a device, so what is compiled
-is what would run.
+Arguments: the compute capability, e.g. 90, and names of `MODELS`. Launches are caught on their way to a
+device, so what is compiled is what would run.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from stemma.memory.device.layout import KVLayout
 from stemma.model.attend.attention import AttentionCall
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.heads import kv_shape_of
+from stemma.model.cuda import products
 from stemma.model.cuda.fused import LayoutDecoder
 from stemma.model.cuda.layers import LayerStep
 from stemma.model.families.layout import Linear, ModelLayout, Norm
@@ -34,6 +35,7 @@ from stemma.model.families.registry import family_of
 from stemma.model.weights.named import Affine
 
 COUNTS = (1, 17, 128, 2048)
+_TOLD = ("BLOCK_T", "BLOCK_N", "PIECES", "GATE", "EXPERTS")
 _PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -44,7 +46,8 @@ _TYPES = {
 
 
 def _config(name: str, **fields: Any) -> Any:
-    return getattr(transformers, name)(num_hidden_layers=1, tie_word_embeddings=True, vocab_size=2048, **fields)
+    make = getattr(transformers, name)
+    return make(num_hidden_layers=1, tie_word_embeddings=True, vocab_size=2048, **fields)
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -116,7 +119,8 @@ class EmptyReader:
 def layout_of(config: Any) -> ModelLayout:
     """Return the layout that a config makes."""
     family = family_of(config.model_type)
-    assert family is not None and family.layout is not None
+    assert family is not None
+    assert family.layout is not None
     made = family.layout(config, 100_000)
     assert made is not None
     return made
@@ -170,7 +174,7 @@ class Catcher:
         answer = {
             "model": self.name,
             "kernel": kernel.fn.__name__,
-            "tiles": {n: v for n, v in constants.items() if n in ("BLOCK_T", "BLOCK_N", "PIECES", "GATE", "EXPERTS")},
+            "tiles": {name: value for name, value in constants.items() if name in _TOLD},
             "shared_bytes": compiled.metadata.shared,
             "registers": registers,
             "spilled_bytes": spilled,
@@ -214,7 +218,8 @@ def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int) -> None:
 
 def main() -> None:
     """Compile what steps of the named models launch."""
-    catcher = Catcher(int(sys.argv[1]))
+    catcher: Any = Catcher(int(sys.argv[1]))
+    products.has_warpgroups = lambda _device: int(sys.argv[1]) >= 90
     JITFunction.run = lambda kernel, *args, **options: catcher.run(kernel, *args, **options)
     for name in sys.argv[2:]:
         catcher.name, model = name, layout_of(MODELS[name]())

@@ -97,10 +97,8 @@ class LayoutDecoder:
         batch.hidden = self.states(batch, step)
         return self.head(batch.hidden.index_select(0, batch.logits_rows))
 
-    def states(
-        self, batch: ForwardBatch, step: LayerStep, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the states of `rows` (None: of all) behind the last norm, [L, H]; all rows' KV is written."""
+    def states(self, batch: ForwardBatch, step: LayerStep, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the states of `rows` (None: of all) behind the last norm, [L, H]; KV of all is written."""
         residual, delta, delta_norm = self._embed(batch), None, None
         scale = self._model.residual_scale
         for layer in self._layers:
@@ -139,7 +137,9 @@ def _device_layer(
         attention = LatentAttention(number, layer, heads, angles, load)
     else:
         attention = HeadAttention(number, layer, heads, angles, load)
-    attended_norm, mlp_norm = (load.norm(norm) for norm in layer.out_norms) if layer.out_norms else (None, None)
+    attended_norm = mlp_norm = None
+    if layer.out_norms is not None:
+        attended_norm, mlp_norm = (load.norm(norm) for norm in layer.out_norms)
     return DeviceLayer(
         input_norm=load.norm(layer.input_norm),
         attention=attention,

@@ -38,7 +38,12 @@ class LatentAttention:
     """All heads over one latent and one rotary key."""
 
     def __init__(
-        self, number: int, layer: layout.Layer, heads: layout.LatentHeads, angles: torch.Tensor, load: OnDevice
+        self,
+        number: int,
+        layer: layout.Layer,
+        heads: layout.LatentHeads,
+        angles: torch.Tensor,
+        load: OnDevice,
     ) -> None:
         """`angles`: see `angle_table`."""
         latent = layer.latent
@@ -63,7 +68,7 @@ class LatentAttention:
             query = self._expand(self._query_norm.columns(joined)).join()
         folded = self._prepare(query, latent, positions, *step.place(self._call.layer_idx))
         heads = query[:, : shape.num_heads * (shape.nope_dim + shape.rope_dim)]
-        heads = heads.unflatten(1, (shape.num_heads, -1))
+        heads = heads.view(len(normed), shape.num_heads, -1)
         self._fold.by_group(heads, folded)
         weighted = step.reader.read(self._call, folded)
         values = torch.empty(

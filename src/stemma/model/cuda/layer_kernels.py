@@ -136,10 +136,11 @@ def prepare_heads(
     IN_FLOATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Norm and rotate one head of a token's queries or keys; write it to `query`, or keys and values to the cache.
+    """Norm and rotate a head of a token's queries, into `query`, or of its keys; these and values to the cache.
 
-    A negative slot is skipped. ROTARY: leading dims that are rotated, 0 for none. Pairs are (d, d + ROTARY / 2): each dim's program lane
-    computes its partner too. `angles` [2, num_positions, ROTARY / 2]: cosines, then sines.
+    A negative slot is skipped. ROTARY: leading dims that are rotated, 0 for none. Pairs are
+    (d, d + ROTARY / 2): who has a dim computes its partner too. `angles` [2, num_positions, ROTARY / 2]:
+    cosines, then sines.
     """
     ROUND: tl.constexpr = query.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -162,7 +163,9 @@ def prepare_heads(
             HALF: tl.constexpr = ROTARY // 2
             partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
             is_turned = dims < ROTARY
-            y = joined(sums, bias, base + partners, first + partners, is_turned, size, PIECES, HAS_BIAS, ROUND)
+            y = joined(
+                sums, bias, base + partners, first + partners, is_turned, size, PIECES, HAS_BIAS, ROUND
+            )
             if NORMS:
                 norm = q_norm if head < num_heads else k_norm
                 weight = tl.load(norm + partners, mask=is_turned, other=0.0).to(tl.float32)
@@ -349,8 +352,8 @@ def combine(
 ):
     """Add what its experts give a token, in the order of its choices, and what shared ones do.
 
-    `outputs` [T * TOP_K, width]; `sums`: the shared experts'; `gate` [width] float32: they count by the sigmoid
-    of its product with the token's `states`.
+    `outputs` [T * TOP_K, width]; `sums`: the shared experts'; `gate` [width] float32: these count by the
+    sigmoid of its product with the token's `states`.
     """
     ROUND: tl.constexpr = mixed.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)

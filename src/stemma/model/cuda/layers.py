@@ -175,9 +175,7 @@ class HeadAttention:
     ) -> torch.Tensor:
         """Norm and rotate; write keys and values to the cache and return queries, [T, heads, D]."""
         shape, dim, (num_tokens, width) = self._heads, self._heads.head_dim, sums.shape
-        query = torch.empty(
-            *(num_tokens, shape.num_heads, dim), dtype=sums.dtype, device=sums.numbers.device
-        )
+        query = torch.empty(*(num_tokens, shape.num_heads, dim), dtype=sums.dtype, device=sums.numbers.device)
         norms = [norm.weight for norm in self._norms] or [query, query]
         kernel: Any = prepare_heads[(num_tokens, width // dim)]
         kernel(

@@ -184,7 +184,9 @@ def product(
 
 
 @triton.jit
-def joined(sums, bias, at, columns, inside, size, PIECES: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND: tl.constexpr):
+def joined(
+    sums, bias, at, columns, inside, size, PIECES: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND: tl.constexpr
+):
     """Return numbers that a product left, as float32 that were rounded: at `at` of each of its pieces.
 
     `size`: numbers of a piece; `columns`: where their biases are. One piece is whole, with its bias.

@@ -6,8 +6,8 @@ the sums of each piece, which the kernel that reads them adds, with the bias: it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -47,10 +47,12 @@ def num_pieces(n: int, k: int) -> int:
     return next((pieces for pieces in fit if tiles * pieces >= 2 * _MULTIPROCESSORS), fit[-1])
 
 
-def launch_of(num_tokens: int, *, is_gated: bool = False, is_wide: bool = False) -> Launch:
+def launch_of(
+    num_tokens: int, *, is_gated: bool = False, is_wide: bool = False, warpgroups: bool = True
+) -> Launch:
     """Return the tiles for so many tokens; the order of sums is that of any other number.
 
-    `is_wide`: operands are float32.
+    `is_wide`: operands are float32. `warpgroups`: four warps multiply together, out of shared memory.
     """
     block_t = max(16, min(128, 1 << (num_tokens - 1).bit_length()))
     if is_wide:
@@ -58,7 +60,14 @@ def launch_of(num_tokens: int, *, is_gated: bool = False, is_wide: bool = False)
     if num_tokens <= FEW_TOKENS:
         stages = 5 if block_t <= 32 else 4
         return Launch(64, block_t, 8 if is_gated and block_t > 64 else 4, stages - is_gated, is_apart=True)
-    return Launch(128, block_t, 8, 3 - is_gated, is_apart=False)
+    # Without warpgroups two sums of 128 rows don't fit into registers.
+    return Launch(64 if is_gated and not warpgroups else 128, block_t, 8, 3 - is_gated, is_apart=False)
+
+
+@lru_cache(maxsize=16)
+def has_warpgroups(device: torch.device) -> bool:
+    """Return whether a device has what `launch_of` asks for."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +81,10 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What a product left of T tokens: its numbers ``[T, N]``, or the sums of its pieces ``[P, T, N]`` float32."""
+    """What a product left of T tokens: its numbers, or the sums of its pieces."""
 
     numbers: torch.Tensor
+    """[T, N], or [P, T, N] float32 of more pieces than one."""
     num_pieces: int
     bias: torch.Tensor | None
     """[N], to be added; None: nothing is, any more."""
@@ -117,7 +127,7 @@ class Chosen:
 
 
 class Weight:
-    """Rows of a weight ``[N, K]``, of `num_groups` weights ``[groups, N, K]``, or gates above ups ``[.., 2N, K]``."""
+    """A weight ``[N, K]``, or several, ``[groups, N, K]``; with a gate ``[.., 2N, K]``, gates above ups."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, gate: Gate | None = None
@@ -131,7 +141,7 @@ class Weight:
 
     def __call__(self, x: torch.Tensor) -> Sums:
         """Multiply x [T, K], whose rows may lie apart."""
-        num_tokens, launch = x.shape[0], self._launch(x.shape[0])
+        num_tokens, launch = x.shape[0], self._launch(x.shape[0], x.device)
         is_cut = launch.is_apart and self._num_pieces > 1
         shape = (self._num_pieces, num_tokens, self.outputs) if is_cut else (num_tokens, self.outputs)
         numbers = x.new_empty(shape, dtype=torch.float32 if is_cut else self._weight.dtype)
@@ -144,24 +154,28 @@ class Weight:
         return Sums(numbers, self._num_pieces if is_cut else 1, bias, self._weight.dtype)
 
     def by_group(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Multiply x [T, groups, K] into y [T, groups, N], each group with its weight; both may be strided."""
-        num_tokens, launch = x.shape[0], self._launch(x.shape[0])
+        """Multiply x [T, groups, K] into y [T, groups, N], each group with its weight; rows may lie apart."""
+        num_tokens, launch = x.shape[0], self._launch(x.shape[0], x.device)
         tiles = triton.cdiv(self.outputs, launch.block_n) * triton.cdiv(num_tokens, launch.block_t)
         self._run((tiles, 1, x.shape[1]), launch, x, y, groups=(x.stride(1), y.stride(1)))
 
     def by_expert(self, x: torch.Tensor, chosen: Chosen) -> torch.Tensor:
         """Multiply rows of x with the experts that chose them; return [choices, N]."""
         count, num_experts = len(chosen.order), self._weight.shape[0]
-        launch = self._launch(min(FEW_TOKENS, max(1, 2 * count // num_experts)))
+        launch = self._launch(min(FEW_TOKENS, max(1, 2 * count // num_experts)), x.device)
         y = x.new_empty(count, self.outputs)
         # Every expert may leave one tile that isn't full.
         num_tiles = min(count, count // launch.block_t + min(count, num_experts))
         self._run((num_tiles * triton.cdiv(self.outputs, launch.block_n),), launch, x, y, chosen=chosen)
         return y
 
-    def _launch(self, num_tokens: int) -> Launch:
-        is_wide = self._weight.dtype == torch.float32
-        return launch_of(num_tokens, is_gated=self._gate is not None, is_wide=is_wide)
+    def _launch(self, num_tokens: int, device: torch.device) -> Launch:
+        return launch_of(
+            num_tokens,
+            is_gated=self._gate is not None,
+            is_wide=self._weight.dtype == torch.float32,
+            warpgroups=has_warpgroups(device),
+        )
 
     def _run(
         self,
@@ -210,7 +224,9 @@ class Weight:
         )
 
 
-def constants(n: int, k: int, launch: Launch, *, pieces: int, is_bulk: bool, widen: bool) -> dict[str, int | bool]:
+def constants(
+    n: int, k: int, launch: Launch, *, pieces: int, is_bulk: bool, widen: bool
+) -> dict[str, int | bool]:
     """Return what `product` is compiled for, of a weight ``[n, k]`` and its tiles."""
     steps = -(-k // BLOCK_K)
     return {

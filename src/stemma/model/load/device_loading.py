@@ -1,4 +1,4 @@
-"""From a checkpoint to a fused decoder on a GPU (`gpu_path` fused), or to one error before weights are read."""
+"""From a checkpoint to a fused decoder on a GPU (`gpu_path` fused), or to an error before it is read."""
 
 from __future__ import annotations
 

@@ -126,7 +126,8 @@ def stated_kv(settings: ModelSettings, *, predicts: bool) -> KeptKV | None:
 def _load(load: LoadJob, vision: VisionConfig | None) -> tuple[Loaded, VisionEncoder | None]:
     """Return the decoder, and the vision encoder if the checkpoint has one.
 
-    Raises UnsupportedModel for one with an encoder whose decoder reads no images, or that `gpu_path` leaves out.
+    Raises UnsupportedModel for one with an encoder whose decoder reads no images, and for what the kernels
+    of `gpu_path` fused don't compute.
     """
     if load.device.type == CUDA and load.settings.gpu_path == "fused":
         return load_on_device(load, has_images=vision is not None), None
