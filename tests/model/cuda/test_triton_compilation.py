@@ -46,3 +46,26 @@ def test_kernels_compile(capability: int, shapes: str, number: int) -> None:
     for kernel in kernels:
         assert kernel["shared_bytes"] <= SHARED_BYTES[capability], kernel
         assert kernel["num_tensor_core_products"] > 0, kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90], ids=["ampere", "hopper"])
+def test_what_a_fused_decoder_launches_compiles(capability: int) -> None:
+    """Every launch of steps of 1 to 2,048 tokens: dense models, a mixture, latents; no sums in memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    script = Path(__file__).with_name("compile_fused.py")
+    models = ("8B", "0.5B", "gemma", "mixture", "latent")
+    done = subprocess.run(
+        [sys.executable, str(script), str(capability), *models],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {kernel["model"] for kernel in kernels} == {*models}
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= SHARED_BYTES[capability], kernel
+        assert kernel["spilled_bytes"] <= 16, kernel  # an address or two
