@@ -336,7 +336,11 @@ def open_queue(settings: EngineSettings, device: torch.device) -> WorkQueue | No
     accelerator, wanted = accelerator_of(device), settings.scheduler.overlap_schedule
     if settings.parallel.num_ranks > 1 and not accelerator.is_host:
         return None
-    if wanted == "off" or (wanted == "auto" and (accelerator.is_host or settings.speculation.mode != "off")):
+    # With drafts, steps that draw tokens run in turn, as few as those are; chunks of prompts needn't.
+    in_turn = accelerator.is_host or (
+        settings.speculation.mode != "off" and settings.model.gpu_path == "modules"
+    )
+    if wanted == "off" or (wanted == "auto" and in_turn):
         return None
     return ThreadQueue() if accelerator.is_host else StreamQueue(accelerator)
 

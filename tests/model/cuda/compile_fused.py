@@ -213,7 +213,7 @@ def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int) -> None:
         block_tables=torch.zeros(1, 1, dtype=torch.int32),
         logits_rows=rows,
     )
-    decoder.run(batch, LayerStep(EmptyReader(rows), kv))
+    decoder.head(decoder.states(batch, LayerStep(EmptyReader(rows), kv)))
 
 
 def main() -> None:

@@ -118,7 +118,7 @@ def compile_reduction(capability: int) -> None:
 
 def compile_listed(layer: Layer, num_rows: int, capability: int) -> dict[str, object]:
     """Compile as `ListedAttentionStep` would launch it in bf16, in a step of `num_rows` rows."""
-    tile = tile_shape(2 * layer.head_dim, num_rows)
+    tile = tile_shape(2 * layer.head_dim, is_large=num_rows == NUM_PREFILL and capability == 90)
     shape = ListShape(layer.num_heads, layer.num_kv_heads, layer.value_dim, tile.block_m, 1024, Sight())
     kernel = _compile(attend_listed, listed_constants(layer, shape, tile), capability, tile)
     ptx, sass = kernel.asm["ptx"], _disassembled(kernel.asm["cubin"])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 pytest.importorskip("triton", reason="the optional extra `cuda` is not installed")
 
 from tests import checkpoints
+from tests.model.cuda.rerun_recorder import FakeRecorder
 from tests.model.cuda.row_attention import RowReader
 from tests.model.paging import PagedSequences, plain_logits
 
@@ -22,9 +21,10 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cuda.fused import LayoutDecoder
-from stemma.model.cuda.fused_steps import FusedSteps
+from stemma.model.cuda.fused_steps import FusedModel
 from stemma.model.cuda.layers import LayerStep
 from stemma.model.cuda.listed_attention import PieceRoom
+from stemma.model.cuda.recorded_steps import RecordedDecoder
 from stemma.model.load.fused_loading import fitting_layout, named_weights
 from stemma.model.opened.causal_lm import CausalLM, ModelInfo
 from stemma.model.opened.checkpoint import open_checkpoint
@@ -53,7 +53,8 @@ class RowSteps:
         raise AssertionError(adapter)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        return self._decoder.run(batch, LayerStep(RowReader(batch, kv), kv))
+        states = self._decoder.states(batch, LayerStep(RowReader(batch, kv), kv))
+        return self._decoder.head(states.index_select(0, batch.logits_rows))
 
 
 def fused(
@@ -118,36 +119,23 @@ def test_no_batch_changes_a_rows_bits(family: str, tmp_path: Path) -> None:
 
 
 def test_steps_attend_by_the_list(tmp_path: Path) -> None:
-    """The whole of it: chunk and decodes through the kernels that a card runs, equal to the bit."""
+    """The whole of it: chunk and decodes through the kernels that a card records, equal to the bit."""
     path = checkpoints.build("qwen2", tmp_path, **SMALL)
-    model = fused(path, steps=lambda decoder: FusedSteps(decoder, PieceRoom(1)))
+    recorder = FakeRecorder()
+    model = fused(path, steps=lambda decoder: RecordedDecoder(FusedModel(decoder), PieceRoom(1), recorder))
     tokens = list(range(5, 10))
     run = PagedSequences(model, [tokens, tokens[:3]])
     run.step([(0, 4), (1, 1)])
     run.step([(1, 2), (0, 1)])
+    assert recorder.num_recorded == 2
     torch.testing.assert_close(run.logits[0], plain_logits(path, tokens), atol=2e-4, rtol=1e-3)
     assert torch.equal(run.logits[1], run.logits[0][:3])
 
 
-def test_rows_without_logits_and_hidden_states(tmp_path: Path) -> None:
-    """Rows that want no logits get none; states are those that the head multiplies."""
+def test_rows_that_want_no_logits_get_none(tmp_path: Path) -> None:
     path = checkpoints.build("qwen2", tmp_path, **SMALL)
     model = fused(path)
-    hidden: list[torch.Tensor] = []
-
-    def forward(batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        batch.wants_hidden = True
-        logits = steps.forward(batch, kv)
-        assert batch.hidden is not None
-        hidden.append(batch.hidden)
-        return logits
-
     run = PagedSequences(model, [[5, 6, 7]])
     assert run.step([(0, 2)], wanted=[]).shape == (0, model.vocab_size)
-    steps = model.decoder
-    stub: Any = SimpleNamespace(forward=forward)
-    model.decoder = stub
     last = run.step([(0, 1)], wanted=[0])
     torch.testing.assert_close(last, plain_logits(path, [5, 6, 7])[2:], atol=2e-4, rtol=1e-3)
-    weight = load_file(path / "model.safetensors")["lm_head.weight"]
-    torch.testing.assert_close(hidden[0] @ weight.T, last, atol=1e-4, rtol=1e-3)

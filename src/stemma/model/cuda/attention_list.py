@@ -1,10 +1,10 @@
 """The list that `listed_kernels` works off, built on the host with numpy: no loop over tiles.
 
 An item is six int32: where its queries' rows stand in the step's numbers, how many they are, where the block
-table stands, the first piece and the end of its pieces, and the place of its sums, -1 if it isn't cut. The longest item comes
-first, and programs take items in turn, so they end at about the same time. A tile is cut into an item for
-each piece if it alone would take a large part of a program's share of the step. Whether it is cut changes no
-bit, only who joins the pieces.
+table stands, the first piece and the end of its pieces, and the place of its sums, -1 if it isn't cut. The
+longest item comes first, and programs take items in turn, so they end at about the same time. A tile is cut
+into an item for each piece if it alone would take a large part of a program's share of the step. Whether it
+is cut changes no bit, only who joins the pieces.
 """
 
 from __future__ import annotations

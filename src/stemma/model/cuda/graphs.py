@@ -234,7 +234,7 @@ class GraphDecoder:
         try:
             replay = self._recorder.record(lambda: self._run(batch, step))
         except RuntimeError as error:
-            if _lacks_memory(error):
+            if lacks_memory(error):
                 self._left_out.add(bucket)
                 logger.warning(
                     "no memory to record steps of %d sequences, which run as usual: %s", bucket, error
@@ -248,7 +248,7 @@ class GraphDecoder:
         return logits
 
 
-def _lacks_memory(error: BaseException) -> bool:
+def lacks_memory(error: BaseException) -> bool:
     """Return whether memory ran out; the end of the recording may have failed after that, for that reason."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, torch.OutOfMemoryError):

@@ -5,8 +5,10 @@ fixed number of resident programs work off (`listed_kernels.py`). Contexts are c
 PIECE keys, and pieces are joined in ascending order. So a row's bits don't depend on the batch, on how a
 prompt was cut into steps, or on what was cached.
 
-Tiles have one shape for wide keys. For others they have 64 rows and 4 warps, or with many rows 128 and 8:
-both are the same instructions for each 64 rows, on sm_90 m64n64k16 of one warpgroup.
+Tiles have one shape for each size of keys, since another shape may sum in another order. Only on sm_90, for
+16 bit keys of up to 256 bytes, they have 64 rows and 4 warps, or with many rows 128 and 8: both are the same
+instructions of one warpgroup for each 64 rows, each with all keys of the tile. (On sm_80 the compiler divides
+the keys of the smaller tile among its warps.)
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """How `attend_listed` is compiled. Bits depend on `block_n` alone: see the top of this file."""
+    """How `attend_listed` is compiled."""
 
     block_m: int
     block_n: int
@@ -42,23 +44,30 @@ class TileShape:
     num_stages: int
 
 
-def tile_shape(row_bytes: int, num_rows: int) -> TileShape:
-    """Return the tiles for keys of `row_bytes` bytes in a step of `num_rows` rows."""
+def tile_shape(row_bytes: int, *, is_large: bool) -> TileShape:
+    """Return the tiles for keys of `row_bytes` bytes."""
     if row_bytes > 512:
-        return TileShape(32, 32 if row_bytes <= 1152 else 16, 8, 1)
+        return TileShape(32, 32 if row_bytes <= 1152 else 16, 8, 2)
     if row_bytes > 256:
-        return TileShape(64, 64, 8, 1)
-    return TileShape(128, 64, 8, 2) if num_rows >= MANY_ROWS else TileShape(64, 64, 4, 2)
+        return TileShape(64, 32, 8, 2)
+    return TileShape(128, 64, 8, 2) if is_large else TileShape(64, 64, 4, 2)
 
 
 class PieceRoom:
     """Room for pieces of tiles that are cut; all steps and layers share it, since one runs at a time."""
 
-    def __init__(self, num_multiprocessors: int, piece: int = PIECE) -> None:
-        """`piece`: a multiple of all tiles' keys."""
+    def __init__(self, num_multiprocessors: int, piece: int = PIECE, *, has_warpgroups: bool = False) -> None:
+        """`piece`: a multiple of the keys of all tiles, or fewer; `has_warpgroups`: it is sm_90."""
+        self.has_warpgroups = has_warpgroups
         self.num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
         self.piece = piece
         self._rooms: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @classmethod
+    def on(cls, device: torch.device) -> PieceRoom:
+        """Return the room of a CUDA device."""
+        properties = torch.cuda.get_device_properties(device)
+        return cls(properties.multi_processor_count, has_warpgroups=properties.major == 9)
 
     def of(self, shape: ListShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return weighted values [n, Dv], and their highest scores and weights [n, 2], float32.
@@ -83,7 +92,7 @@ class ListedAttentionStep:
 
     def __init__(self, inputs: StepInputs, kv: DeviceKV, room: PieceRoom) -> None:
         """Serve the step that `inputs` were filled with last, and if recorded all others of its size."""
-        self._inputs, self._kv, self._room = inputs, kv, room
+        self._inputs, self.kv, self._room = inputs, kv, room
         self._num_rows = inputs.num_rows
         self.slots = inputs.slots
         """[T] int64: where each row's KV is written; negative: nowhere."""
@@ -92,7 +101,7 @@ class ListedAttentionStep:
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Write the KV of the new tokens, then attend; see `StepContext.attend`."""
-        layer = self._kv.layer(call.layer_idx)
+        layer = self.kv.layer(call.layer_idx)
         self._write(key, layer[:, 0, :, :, : key.shape[-1]])
         if call.latent is not None:
             # Always absorbed: what is expanded for long chunks alone would have other bits.
@@ -103,12 +112,12 @@ class ListedAttentionStep:
     def read(self, call: AttentionCall, query: torch.Tensor, value_dim: int | None = None) -> torch.Tensor:
         """Attend with q [T, H, D] to KV that is written; return [T, H, value dim].
 
-        `value_dim`: None: that of the keys. For a layer of latents q is absorbed, [T, H, rank + rope], and the
-        weighted latents are returned, [T, H, rank].
+        `value_dim`: None: that of the keys. For a layer of latents q is absorbed, [T, H, rank + rope], and
+        the weighted latents are returned, [T, H, rank].
         """
         if query.stride(2) != 1:
             query = query.contiguous()
-        layer = self._kv.layer(call.layer_idx)
+        layer = self.kv.layer(call.layer_idx)
         keys = layer[:, 0, :, :, : query.shape[2]]
         if call.latent is not None:
             values = keys[..., : call.latent.rank]
@@ -148,7 +157,8 @@ class ListedAttentionStep:
     ) -> None:
         num_heads, head_dim = query.shape[1:]
         value_dim, num_kv_heads = values.shape[3], keys.shape[2]
-        tile = tile_shape(head_dim * query.element_size(), self._num_rows)
+        is_large = self._num_rows >= MANY_ROWS and self._room.has_warpgroups and query.element_size() == 2
+        tile = tile_shape(head_dim * query.element_size(), is_large=is_large)
         shape = ListShape(num_heads, num_kv_heads, value_dim, tile.block_m, self._room.piece, call.sight)
         partial, partial_weight = self._room.of(shape, query.device)
         numbers, header_at = self._inputs.numbers, self._inputs.header_of(shape)

@@ -247,7 +247,8 @@ def join_listed(
 ):
     """Fold the pieces of each listed token, `HEADS` heads at a time. Grid: (programs,).
 
-    Its first pieces may come from tiles of a group, the others from its own. `UNIT`: heads of a tile's row. A token without pieces, which is padding, gets zeros.
+    Its first pieces may come from tiles of a group, the others from its own. `UNIT`: heads of a tile's row.
+    A token without pieces, which is padding, gets zeros.
     """
     joins_at = tl.load(numbers + header_at + 2)
     num_joins = tl.load(numbers + header_at + 3)

@@ -11,10 +11,13 @@ A header has: where its items stand, their number, where its joins stand, their 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.pinned import host_rows
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.attend.shared_prefix import find_groups
@@ -24,6 +27,8 @@ MANY_ROWS = 512
 """Rows of a step from which on its tiles are large."""
 NUM_NUMBERS = 1 << 21
 """Room for numbers: a list takes 6 of an item and 5 of a row, an item for each tile and piece that is cut."""
+_LISTS_ROOM = 1 << 19
+"""Of them, what is kept for lists."""
 MAX_LISTS, HEADER = 16, 16
 """Lists of one step, and int32 of a header: a multiple of 16 is known to be aligned."""
 SEEN_AT = MAX_LISTS * HEADER
@@ -39,12 +44,13 @@ class StepInputs:
         self._token_ids, self._positions = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
         self._slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self.numbers = torch.zeros(num_numbers, dtype=torch.int32, device=device)
-        self._is_cuda = device.type == "cuda"
+        self._device = accelerator_of(device)
         # Two by turns: while one is copied, the next step is written to the other.
-        self._hosts = host_rows(2, 4 * num_numbers, pin_memory=self._is_cuda).view(torch.int32)
-        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._hosts = host_rows(2, 4 * num_numbers, pin_memory=self._device.pins_memory).view(torch.int32)
+        self._copied: list[Any] = [None, None]
+        """Events behind the last copies; None: there was none, or it is over."""
         self._turn = 0
-        self._num_programs = num_programs
+        self.max_rows, self._num_programs = max_rows, num_programs
         self._lists: dict[bool, dict[ListShape, int]] = {False: {}, True: {}}
         """By whether they have many rows: the lists that steps read, and where their headers stand."""
         self._rows: StepRows | None = None
@@ -114,7 +120,7 @@ class StepInputs:
         ends = tables_at + np.cumsum(used, dtype=np.int64)
         host = self._host
         self._end = int(ends[-1]) if len(lens) else tables_at
-        if self._end > len(host):
+        if self._end + _LISTS_ROOM > len(host):
             return False
         starts = np.array(batch.query_starts, dtype=np.int32)
         at = (ends - used).astype(np.int32)
@@ -148,6 +154,4 @@ class StepInputs:
 
     def _copy(self, begin: int, end: int) -> None:
         self.numbers[begin:end].copy_(self._hosts[self._turn][begin:end], non_blocking=True)
-        if self._is_cuda:
-            event = self._copied[self._turn] = self._copied[self._turn] or torch.cuda.Event()
-            event.record()
+        self._copied[self._turn] = self._device.marked()

@@ -44,6 +44,7 @@ def load_on_device(load: LoadJob, *, has_images: bool) -> Loaded:
         load.checkpoint.dtype,
         load.device,
         max_positions=load.max_model_len,
+        records=load.settings.cuda_graphs,
         report=lambda share: load.report("bringing weights to the device", share),
     )
     return Loaded(
