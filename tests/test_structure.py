@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "packages").glob("*/src/**/*.py")])
 KERNELS = (
-    *("layer_kernels.py", "listed_attention.py", "listed_kernels.py"),
-    *("product_kernels.py", "triton_attention.py", "triton_kernels.py"),
+    *("triton_kernels.py", "triton_attention.py", "listed_kernels.py", "listed_attention.py"),
+    *("product_kernels.py", "layer_kernels.py"),
 )
 MAX_LINES = 60
 MAX_CORE_LINES = 81_600

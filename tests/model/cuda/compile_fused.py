@@ -1,4 +1,4 @@
-"""Compiles every kernel that the fused decoder launches, at shapes of real models; prints a line of JSON each.
+"""Compiles every kernel that the fused decoder launches, at shapes of real models; prints JSON, a line each.
 
 Arguments: the compute capability, e.g. 90, and names of `MODELS`. Launches are caught on their way to a
 device, so what is compiled is what would run.
@@ -213,7 +213,7 @@ def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int) -> None:
         block_tables=torch.zeros(1, 1, dtype=torch.int32),
         logits_rows=rows,
     )
-    decoder.run(batch, LayerStep(EmptyReader(rows), kv))
+    decoder.head(decoder.states(batch, LayerStep(EmptyReader(rows), kv)))
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from stemma.model.attend.batch import ForwardBatch
 
 
 class RowReader:
-    """`Reader` whose rows see nothing of the batch."""
+    """`AttentionReader` whose rows see nothing of the batch."""
 
     def __init__(self, batch: ForwardBatch, kv: DeviceKV) -> None:
         self._batch, self._kv, self.slots = batch, kv, batch.slots

@@ -56,17 +56,28 @@ def test_listed_attention_compiles(capability: int) -> None:
     assert sum(kernel["tile"][0] == 128 for kernel in kernels) == (3 if capability == 90 else 0)
 
 
-def compiled(capability: int, shapes: str) -> list[dict[str, Any]]:
+def compiled(capability: int, *shapes: str, script: str = "compile_kernels.py") -> list[dict[str, Any]]:
     """Compile in another process; what is said of each kernel."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(capability), shapes],
+        [sys.executable, str(Path(__file__).with_name(script)), str(capability), *shapes],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90], ids=["ampere", "hopper"])
+def test_what_a_fused_decoder_launches_compiles(capability: int) -> None:
+    """Every launch of steps of 1 to 2,048 tokens: dense models, a mixture, latents; no sums in memory."""
+    models = ("8B", "0.5B", "gemma", "mixture", "latent")
+    kernels = compiled(capability, *models, script="compile_fused.py")
+    assert {kernel["model"] for kernel in kernels} == {*models}
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= SHARED_BYTES[capability], kernel
+        assert kernel["spilled_bytes"] <= 16, kernel  # an address or two

@@ -86,28 +86,13 @@ class LayoutDecoder:
         if model.rounds_embedding_scale:
             self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()
 
-    def run(self, batch: ForwardBatch, step: LayerStep) -> torch.Tensor:
-        """Run all layers over what `step` attends with; return logits [L, vocab].
-
-        Sets `batch.hidden` if the batch wants that.
-        """
-        batch.on_launch()
-        if not batch.wants_hidden:
-            return self.head(self.states(batch, step, batch.logits_rows))
-        batch.hidden = self.states(batch, step)
-        return self.head(batch.hidden.index_select(0, batch.logits_rows))
-
-    def states(self, batch: ForwardBatch, step: LayerStep, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the states of `rows` (None: of all) behind the last norm, [L, H]; KV of all is written."""
+    def states(self, batch: ForwardBatch, step: LayerStep) -> torch.Tensor:
+        """Write the batch's KV; return the states [T, H] behind the last norm."""
         residual, delta, delta_norm = self._embed(batch), None, None
         scale = self._model.residual_scale
         for layer in self._layers:
             normed = layer.input_norm.residual(residual, delta, delta_norm, scale)
             attended = layer.attention(normed, batch.positions, step)
-            if rows is not None and layer is self._layers[-1]:  # what follows serves these alone
-                attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
-                if len(rows) == 0:
-                    return residual
             attended_norm, mlp_norm = layer.out_norms
             normed = layer.post_norm.residual(residual, layer.output(attended), attended_norm, scale)
             delta, delta_norm = layer.mlp(normed), mlp_norm

@@ -136,7 +136,7 @@ def prepare_heads(
     IN_FLOATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Norm and rotate a head of a token's queries, into `query`, or of its keys; these and values to the cache.
+    """Norm and rotate a head of a token's queries, into `query`, or of its keys, which go to KV like values.
 
     A negative slot is skipped. ROTARY: leading dims that are rotated, 0 for none. Pairs are
     (d, d + ROTARY / 2): who has a dim computes its partner too. `angles` [2, num_positions, ROTARY / 2]:

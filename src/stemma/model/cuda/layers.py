@@ -115,7 +115,7 @@ class RowNorm:
         return normed
 
 
-class Reader(Protocol):
+class AttentionReader(Protocol):
     """Attends to KV that is written; `ListedAttentionStep` does."""
 
     slots: torch.Tensor
@@ -129,7 +129,7 @@ class Reader(Protocol):
 class LayerStep:
     """What layers write their KV to, and attend with."""
 
-    reader: Reader
+    reader: AttentionReader
     kv: DeviceKV
 
     def place(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ ROUND = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class ProductTiles:
     """The tiles of one launch."""
 
     block_n: int
@@ -49,19 +49,21 @@ def num_pieces(n: int, k: int) -> int:
 
 def launch_of(
     num_tokens: int, *, is_gated: bool = False, is_wide: bool = False, warpgroups: bool = True
-) -> Launch:
+) -> ProductTiles:
     """Return the tiles for so many tokens; the order of sums is that of any other number.
 
     `is_wide`: operands are float32. `warpgroups`: four warps multiply together, out of shared memory.
     """
     block_t = max(16, min(128, 1 << (num_tokens - 1).bit_length()))
     if is_wide:
-        return Launch(64, min(block_t, _WIDE_TOKENS), 4, 2, is_apart=True)
+        return ProductTiles(64, min(block_t, _WIDE_TOKENS), 4, 2, is_apart=True)
     if num_tokens <= FEW_TOKENS:
         stages = 5 if block_t <= 32 else 4
-        return Launch(64, block_t, 8 if is_gated and block_t > 64 else 4, stages - is_gated, is_apart=True)
+        return ProductTiles(
+            64, block_t, 8 if is_gated and block_t > 64 else 4, stages - is_gated, is_apart=True
+        )
     # Without warpgroups two sums of 128 rows don't fit into registers.
-    return Launch(64 if is_gated and not warpgroups else 128, block_t, 8, 3 - is_gated, is_apart=False)
+    return ProductTiles(64 if is_gated and not warpgroups else 128, block_t, 8, 3 - is_gated, is_apart=False)
 
 
 @lru_cache(maxsize=16)
@@ -169,7 +171,7 @@ class Weight:
         self._run((num_tiles * triton.cdiv(self.outputs, launch.block_n),), launch, x, y, chosen=chosen)
         return y
 
-    def _launch(self, num_tokens: int, device: torch.device) -> Launch:
+    def _launch(self, num_tokens: int, device: torch.device) -> ProductTiles:
         return launch_of(
             num_tokens,
             is_gated=self._gate is not None,
@@ -180,7 +182,7 @@ class Weight:
     def _run(
         self,
         grid: tuple[int, ...],
-        launch: Launch,
+        launch: ProductTiles,
         x: torch.Tensor,
         y: torch.Tensor,
         *,
@@ -225,7 +227,7 @@ class Weight:
 
 
 def constants(
-    n: int, k: int, launch: Launch, *, pieces: int, is_bulk: bool, widen: bool
+    n: int, k: int, launch: ProductTiles, *, pieces: int, is_bulk: bool, widen: bool
 ) -> dict[str, int | bool]:
     """Return what `product` is compiled for, of a weight ``[n, k]`` and its tiles."""
     steps = -(-k // BLOCK_K)

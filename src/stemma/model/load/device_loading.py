@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+from importlib.util import find_spec
 
 from stemma.errors import ConfigError, UnsupportedModel
 from stemma.model.cpu.heads import kv_shape_of
@@ -21,7 +21,7 @@ def load_on_device(load: LoadJob, *, has_images: bool) -> Loaded:
     Raises ConfigError without Triton, UnsupportedModel for what the kernels don't compute, ModelError for
     weights that aren't finite.
     """
-    if importlib.util.find_spec("triton") is None:
+    if find_spec("triton") is None:
         raise ConfigError("gpu_path is fused, which needs Triton; install stemma-llm[cuda], or set modules")
     keep_compiled_kernels()
     # Only here: no other path needs Triton.
