@@ -25,7 +25,7 @@ from stemma.model.attend.batch import ForwardBatch
 from stemma.model.attend.latent import LatentProjection
 from stemma.model.attend.paged import AttentionStep
 from stemma.model.attend.shared_prefix import PrefixGroup
-from stemma.model.cuda.attention_list import ListShape, ListedRows, make_list
+from stemma.model.cuda.attention_list import ListedRows, ListShape, make_list
 from stemma.model.cuda.listed_attention import ListedAttentionStep, PieceRoom
 from stemma.model.cuda.step_inputs import StepInputs
 

@@ -21,7 +21,7 @@ from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.pinned import host_rows
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.attend.shared_prefix import find_groups
-from stemma.model.cuda.attention_list import ListShape, ListedRows, make_list
+from stemma.model.cuda.attention_list import ListedRows, ListShape, make_list
 
 MANY_ROWS = 512
 """Rows of a step from which on its tiles are large."""
