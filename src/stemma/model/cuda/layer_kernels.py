@@ -16,13 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stemma.model.cuda.product_kernels import joined
-
-
-@triton.jit
-def times(a, b):
-    """Return the product, which can't be fused with what it is added to."""
-    return tl.fma(a, b, tl.zeros_like(a))
+from stemma.model.cuda.product_kernels import joined, times
 
 
 @triton.jit
