@@ -25,7 +25,7 @@ from stemma.model.attend.batch import ForwardBatch
 from stemma.model.attend.latent import LatentProjection
 from stemma.model.attend.paged import AttentionStep
 from stemma.model.attend.shared_prefix import PrefixGroup
-from stemma.model.cuda.attention_list import ListShape, StepRows, make_list
+from stemma.model.cuda.attention_list import ListShape, ListedRows, make_list
 from stemma.model.cuda.listed_attention import ListedAttentionStep, PieceRoom
 from stemma.model.cuda.step_inputs import StepInputs
 
@@ -201,11 +201,11 @@ def test_latents_equal_torch(queries: list[int]) -> None:
     torch.testing.assert_close(attend(call, batch, kv, inputs), expected, atol=1e-3, rtol=1e-3)
 
 
-def rows_of(queries: list[int], lens: list[int], groups: list[PrefixGroup] | None = None) -> StepRows:
+def rows_of(queries: list[int], lens: list[int], groups: list[PrefixGroup] | None = None) -> ListedRows:
     starts = np.cumsum([0, *queries], dtype=np.int32)
     total = int(starts[-1]) + 2
     at = np.arange(len(lens), dtype=np.int32)
-    return StepRows(starts, np.array(lens, dtype=np.int32), at, 0, total, groups or [], 64)
+    return ListedRows(starts, np.array(lens, dtype=np.int32), at, 0, total, groups or [], 64)
 
 
 SHAPE = ListShape(32, 8, 128, 64, 1024, Sight())

@@ -64,7 +64,7 @@ class ListShape:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
+class ListedRows:
     """A batch as lists are built of it: T queries of S sequences, `num_rows` rows with the padding."""
 
     starts: Ints
@@ -127,7 +127,7 @@ class _Tiles:
     """Whether it is a group's, or a member's own: all these are cut."""
 
 
-def make_list(shape: ListShape, rows: StepRows, num_programs: int) -> AttentionList:
+def make_list(shape: ListShape, rows: ListedRows, num_programs: int) -> AttentionList:
     """Build the list of a batch for `num_programs` programs."""
     firsts = np.empty(0, dtype=np.int32)
     if not shape.sight.is_whole:
@@ -139,7 +139,7 @@ def make_list(shape: ListShape, rows: StepRows, num_programs: int) -> AttentionL
     )
 
 
-def _tiles(shape: ListShape, rows: StepRows, firsts: Ints) -> _Tiles:
+def _tiles(shape: ListShape, rows: ListedRows, firsts: Ints) -> _Tiles:
     starts, size = rows.starts, shape.queries
     shared = _shared_pieces(shape, rows)
     per_seq = -(-np.diff(starts) // size)
@@ -160,7 +160,7 @@ def _tiles(shape: ListShape, rows: StepRows, firsts: Ints) -> _Tiles:
     return _Tiles(*(np.concatenate([getattr(one, name) for one in found]) for name in _Tiles.__slots__))
 
 
-def _shared_pieces(shape: ListShape, rows: StepRows) -> Ints:
+def _shared_pieces(shape: ListShape, rows: ListedRows) -> Ints:
     """Return how many whole pieces each sequence leaves to its group, [S]."""
     shared = np.zeros(len(rows.lens), dtype=np.int32)
     if not rows.groups or not shape.sight.is_whole:
@@ -172,7 +172,7 @@ def _shared_pieces(shape: ListShape, rows: StepRows) -> Ints:
     return shared if needed <= shape.num_places else np.zeros_like(shared)
 
 
-def _group_tiles(shape: ListShape, at: int, group: PrefixGroup, num_pieces: int, rows: StepRows) -> _Tiles:
+def _group_tiles(shape: ListShape, at: int, group: PrefixGroup, num_pieces: int, rows: ListedRows) -> _Tiles:
     """Return the tiles of a group's members, whose rows stand from `at` on."""
     number = np.arange(0, len(group.members), shape.queries, dtype=np.int32)
     same = np.ones_like(number)
@@ -199,7 +199,7 @@ def _cut(shape: ListShape, tiles: _Tiles, num_programs: int) -> tuple[npt.NDArra
 
 
 def _items(
-    shape: ListShape, rows: StepRows, tiles: _Tiles, is_cut: npt.NDArray[np.bool_], place: Ints
+    shape: ListShape, rows: ListedRows, tiles: _Tiles, is_cut: npt.NDArray[np.bool_], place: Ints
 ) -> Ints:
     """Return the items of all tiles, the longest first."""
     per_tile = np.where(is_cut, tiles.high - tiles.low, 1)
@@ -217,7 +217,7 @@ def _items(
 
 
 def _joins(
-    shape: ListShape, rows: StepRows, tiles: _Tiles, is_cut: npt.NDArray[np.bool_], place: Ints
+    shape: ListShape, rows: ListedRows, tiles: _Tiles, is_cut: npt.NDArray[np.bool_], place: Ints
 ) -> Ints:
     """Return the tokens whose pieces are joined, and the padding."""
     num_tokens, num_padding = int(rows.starts[-1]), rows.num_rows - int(rows.starts[-1])

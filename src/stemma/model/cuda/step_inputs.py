@@ -21,7 +21,7 @@ from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.pinned import host_rows
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.attend.shared_prefix import find_groups
-from stemma.model.cuda.attention_list import ListShape, StepRows, make_list
+from stemma.model.cuda.attention_list import ListShape, ListedRows, make_list
 
 MANY_ROWS = 512
 """Rows of a step from which on its tiles are large."""
@@ -53,7 +53,7 @@ class StepInputs:
         self.max_rows, self._num_programs = max_rows, num_programs
         self._lists: dict[bool, dict[ListShape, int]] = {False: {}, True: {}}
         """By whether they have many rows: the lists that steps read, and where their headers stand."""
-        self._rows: StepRows | None = None
+        self._rows: ListedRows | None = None
         self._end = 0
 
     def fill(self, batch: ForwardBatch, num_rows: int, block_size: int) -> bool:
@@ -124,7 +124,7 @@ class StepInputs:
             return False
         starts = np.array(batch.query_starts, dtype=np.int32)
         at = (ends - used).astype(np.int32)
-        self._rows = rows = StepRows(starts, lens, at, order_at, num_rows, groups, block_size)
+        self._rows = rows = ListedRows(starts, lens, at, order_at, num_rows, groups, block_size)
         host[SEEN_AT:order_at] = rows.seen
         host[order_at : order_at + num_rows] = np.arange(num_rows)
         host[order_at + num_rows : tables_at] = rows.members
