@@ -12,7 +12,7 @@ from torch.nn.functional import gelu, silu
 
 pytest.importorskip("triton")
 
-from stemma.model.cuda.products import Chosen, Codes, Gate, Weight, launch_of, num_pieces
+from stemma.model.cuda.products import Chosen, CodedWeight, Gate, Weight, launch_of, num_pieces
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 
 COUNTS = (1, 17, 130)
@@ -99,7 +99,7 @@ def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(
     )
     x = random(17, k)
     plain = Weight(weight.dequantize(torch.float32))
-    ours = Weight(Codes.of(weight, torch.float32, torch.device("cpu")))
+    ours = Weight(CodedWeight.of(weight, torch.float32, torch.device("cpu")))
     for count in COUNTS[:2]:
         assert torch.equal(ours(x[:count]).join(), plain(x[:count]).join())
 

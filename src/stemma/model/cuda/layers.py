@@ -13,7 +13,7 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.attention import AttentionCall
 from stemma.model.cpu.packing import in_one_form
 from stemma.model.cuda.layer_kernels import add_and_norm, prepare_heads
-from stemma.model.cuda.products import Codes, Gate, Sums, Weight
+from stemma.model.cuda.products import CodedWeight, Gate, Sums, Weight
 from stemma.model.families import layout
 from stemma.model.weights.joining import below_each_other
 from stemma.model.weights.named import NamedWeights
@@ -32,7 +32,7 @@ class OnDevice:
     dtype: torch.dtype
     device: torch.device
 
-    def linears(self, *linears: layout.Linear) -> tuple[torch.Tensor | Codes, torch.Tensor | None]:
+    def linears(self, *linears: layout.Linear) -> tuple[torch.Tensor | CodedWeight, torch.Tensor | None]:
         """Return the weights below each other, and their biases, zeros where some have none."""
         affines = [self.weights.affine(linear) for linear in linears]
         weights, biases = in_one_form([affine.weight for affine in affines]), None
@@ -45,7 +45,7 @@ class OnDevice:
         codes = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
         if codes:
             order = torch.arange(sum(weight.shape[0] for weight in codes))
-            return Codes.of(below_each_other(codes, order), self.dtype, self.device), biases
+            return CodedWeight.of(below_each_other(codes, order), self.dtype, self.device), biases
         plain = [weight.to(self.device) for weight in weights if isinstance(weight, torch.Tensor)]
         return plain[0] if len(plain) == 1 else torch.cat(plain), biases
 

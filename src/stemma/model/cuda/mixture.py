@@ -13,7 +13,7 @@ import triton
 
 from stemma.model.cuda.layer_kernels import combine, route
 from stemma.model.cuda.layers import GatedMLP, OnDevice, gate_of
-from stemma.model.cuda.products import ROUND, Chosen, Codes, Gate, Sums, Weight
+from stemma.model.cuda.products import ROUND, Chosen, CodedWeight, Gate, Sums, Weight
 from stemma.model.families import layout
 
 
@@ -108,11 +108,11 @@ def _router_product(router: layout.ExpertRouter, load: OnDevice) -> Weight:
 
 
 def _stacked(
-    linears: list[tuple[torch.Tensor | Codes, torch.Tensor | None]], gate: Gate | None = None
+    linears: list[tuple[torch.Tensor | CodedWeight, torch.Tensor | None]], gate: Gate | None = None
 ) -> Weight:
     """Return a product with one of several experts' weights; with a `gate` they are gates above ups."""
     biases = [bias for _, bias in linears if bias is not None]
-    codes = [weight for weight, _ in linears if isinstance(weight, Codes)]
+    codes = [weight for weight, _ in linears if isinstance(weight, CodedWeight)]
     plain = [weight for weight, _ in linears if isinstance(weight, torch.Tensor)]
-    stacked = Codes.stacked(codes) if codes else torch.stack(plain)
+    stacked = CodedWeight.stacked(codes) if codes else torch.stack(plain)
     return Weight(stacked, torch.stack(biases) if biases else None, gate)

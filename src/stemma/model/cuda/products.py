@@ -119,7 +119,7 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
+class CodedWeight:
     """A quantized weight as `product` reads it: `decoded` of product_kernels.py."""
 
     codes: torch.Tensor
@@ -135,7 +135,7 @@ class Codes:
     """What is taken off codes of 4 bits."""
 
     @classmethod
-    def of(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> Codes:
+    def of(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> CodedWeight:
         """Bring a weight to the device; inputs are multiplied as they are."""
         weight = weight.without_levels()
         codes, shift = weight.codes, 0
@@ -156,7 +156,7 @@ class Codes:
         )
 
     @classmethod
-    def stacked(cls, weights: Sequence[Codes]) -> Codes:
+    def stacked(cls, weights: Sequence[CodedWeight]) -> CodedWeight:
         """Return weights of one form as several."""
         zeros = [weight.zeros for weight in weights if weight.zeros is not None]
         minimums = [weight.minimums for weight in weights if weight.minimums is not None]
@@ -214,14 +214,14 @@ class Weight:
     """A weight ``[N, K]``, or several, ``[groups, N, K]``; with a gate ``[.., 2N, K]``, gates above ups."""
 
     def __init__(
-        self, weight: torch.Tensor | Codes, bias: torch.Tensor | None = None, gate: Gate | None = None
+        self, weight: torch.Tensor | CodedWeight, bias: torch.Tensor | None = None, gate: Gate | None = None
     ) -> None:
         """Take them on their device; `bias` has a number for each row."""
-        self._codes = weight if isinstance(weight, Codes) else None
+        self._codes = weight if isinstance(weight, CodedWeight) else None
         self._dtype = weight.dtype
         self._bias, self._gate = bias, gate
-        self.inputs = weight.inputs if isinstance(weight, Codes) else weight.shape[-1]
-        weight = weight.codes if isinstance(weight, Codes) else weight
+        self.inputs = weight.inputs if isinstance(weight, CodedWeight) else weight.shape[-1]
+        weight = weight.codes if isinstance(weight, CodedWeight) else weight
         self._weight, rows = weight.contiguous(), weight.shape[-2]
         self.outputs = rows // 2 if gate else rows
         is_one = weight.dim() == 2 and gate is None
