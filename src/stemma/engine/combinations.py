@@ -93,8 +93,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         lambda s, device: s.model.gpu_path == "fused" and bool(s.lora.adapters) and device != "cpu",
-        "gpu_path fused doesn't go with adapters, which its kernels don't add; leave lora out, or set "
-        "gpu_path modules",
+        "gpu_path fused doesn't go with adapters; leave lora out, or set gpu_path modules",
     ),
 )
 """The first that applies is reported. A new one needs a line in the document and a case in the test."""

@@ -33,13 +33,18 @@ from stemma.model.cuda.layers import LayerStep
 from stemma.model.families.layout import Linear, ModelLayout, Norm
 from stemma.model.families.registry import family_of
 from stemma.model.weights.named import Affine
+from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 
+GROUP = 128
+"""Inputs that share a scale, in models of 4 bits."""
 COUNTS = (1, 17, 128, 2048)
 _TOLD = ("BLOCK_T", "BLOCK_N", "PIECES", "GATE", "EXPERTS")
 _PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -91,15 +96,31 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+MODELS |= {f"{name} in 4 bits": MODELS[name] for name in ("8B", "mixture")}
+
+
 class EmptyWeights:
     """`NamedWeights` of any layout, in bfloat16, that hold anything."""
 
+    def __init__(self, model: ModelLayout, *, are_codes: bool) -> None:
+        self.shapes, self._are_codes = model.shapes(), are_codes
+
     def affine(self, linear: Linear) -> Affine:
         bias = torch.empty(linear.outputs).bfloat16() if linear.has_bias else None
-        return Affine(torch.empty(linear.outputs, linear.inputs, dtype=torch.bfloat16), bias)
+        shape = linear.outputs, linear.inputs
+        if not self._are_codes:
+            return Affine(torch.empty(shape, dtype=torch.bfloat16), bias)
+        codes, zeros = (torch.zeros(shape[0], k, dtype=torch.int8) for k in (shape[1], shape[1] // GROUP))
+        scales = torch.ones(zeros.shape)
+        return Affine(
+            QuantizedWeight(codes, scales, zeros, 4, GROUP, ActivationScheme.NONE, is_unsigned=True), bias
+        )
 
     def norm(self, norm: Norm) -> torch.Tensor:
         return torch.empty(norm.size, dtype=torch.float32 if norm.in_floats else torch.bfloat16)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return torch.empty(self.shapes[name], dtype=torch.bfloat16)
 
     def floats(self, name: str) -> torch.Tensor:
         return torch.empty(64 if "correction" in name else 1)
@@ -219,11 +240,12 @@ def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int) -> None:
 def main() -> None:
     """Compile what steps of the named models launch."""
     catcher: Any = Catcher(int(sys.argv[1]))
-    products.has_warpgroups = lambda _device: int(sys.argv[1]) >= 90
+    asked: Any = products
+    asked.has_warpgroups = lambda _device: int(sys.argv[1]) >= 90
     JITFunction.run = lambda kernel, *args, **options: catcher.run(kernel, *args, **options)
     for name in sys.argv[2:]:
         catcher.name, model = name, layout_of(MODELS[name]())
-        weights: Any = EmptyWeights()
+        weights: Any = EmptyWeights(model, are_codes="4 bits" in name)
         decoder = LayoutDecoder(model, weights, torch.bfloat16, torch.device("cpu"), max_positions=4096)
         for num_tokens in COUNTS:
             step(decoder, model, num_tokens)

@@ -15,6 +15,7 @@ from tests import checkpoints
 from tests.model.cuda.rerun_recorder import FakeRecorder
 from tests.model.cuda.row_attention import RowReader
 from tests.model.paging import PagedSequences, plain_logits
+from tests.quantized_files import gptq, rewrite
 
 from stemma.config.settings import ModelSettings
 from stemma.memory.device.kv import DeviceKV
@@ -116,6 +117,16 @@ def test_no_batch_changes_a_rows_bits(family: str, tmp_path: Path) -> None:
     run.step([(2, 1)])
     assert torch.equal(run.logits[0], whole.logits[0])
     assert torch.equal(run.logits[2], whole.logits[0])
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
+def test_quantized_weights_are_multiplied_as_codes(family: str, tmp_path: Path) -> None:
+    fields = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+    twin = rewrite(tmp_path, gptq(4, 32, zero=True), {"quantization_config": fields}, family=family)
+    tokens = [5, 6, 7]
+    run = PagedSequences(fused(twin.quantized), [tokens])
+    run.step([(0, 3)])
+    torch.testing.assert_close(run.logits[0], plain_logits(twin.plain, tokens), atol=2e-4, rtol=1e-3)
 
 
 def test_steps_attend_by_the_list(tmp_path: Path) -> None:

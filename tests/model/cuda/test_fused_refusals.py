@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("triton", reason="the optional extra `cuda` is not installed")
 
 from tests import checkpoints, hybrids
-from tests.quantized_files import gptq, rewrite
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, UnsupportedModel
@@ -33,19 +32,13 @@ def job(path: Path, **fields: Any) -> LoadJob:
     )
 
 
-def quantized(path: Path) -> Path:
-    fields = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
-    return rewrite(path, gptq(4, 32, zero=False), {"quantization_config": fields}).quantized
-
-
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
         (lambda path: hybrids.build("qwen3_next", path), "recurrent layers"),
         (lambda path: checkpoints.build("gemma2", path), "gemma2 models with these tensors in float32"),
-        (quantized, r"weights that are quantized \(gptq"),
     ],
-    ids=["recurrent", "no layout", "quantized"],
+    ids=["recurrent", "no layout"],
 )
 def test_what_isnt_computed_is_named(
     build: Callable[[Path], Path], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

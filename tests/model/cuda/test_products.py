@@ -12,7 +12,8 @@ from torch.nn.functional import gelu, silu
 
 pytest.importorskip("triton")
 
-from stemma.model.cuda.products import Chosen, Gate, Weight, launch_of, num_pieces
+from stemma.model.cuda.products import Chosen, CodedWeight, Gate, Weight, launch_of, num_pieces
+from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 
 COUNTS = (1, 17, 130)
 """Launches of each kind: a piece a program in small and larger tiles, and all pieces in one."""
@@ -73,6 +74,34 @@ def test_groups_have_weights_of_their_own() -> None:
     x, w, y = random(3, 4, 20), random(4, 10, 20, seed=1), torch.empty(3, 4, 12)
     Weight(w).by_group(x, y[..., :10])
     torch.testing.assert_close(y[..., :10], torch.einsum("thk,hnk->thn", x, w), rtol=1e-4, atol=1e-5)
+
+
+CODES = {
+    "4 bits, symmetric, groups of 64": (4, 64, False, False),
+    "4 bits with zero points, groups of 32": (4, 32, True, False),
+    "8 bits with minimums, one group": (8, 128, False, True),
+}
+
+
+@pytest.mark.parametrize(("bits", "group", "zeros", "minimums"), CODES.values(), ids=CODES)
+def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(
+    bits: int, group: int, zeros: bool, minimums: bool
+) -> None:
+    """To the bit; in float32, since the interpreter rounds to bfloat16 as torch doesn't."""
+    n, k, generator = 70, 128, torch.Generator().manual_seed(3)
+    half = 1 << (bits - 1)
+    codes = torch.randint(-half, half, (n, k), generator=generator, dtype=torch.int8)
+    scales = torch.rand(n, k // group, generator=generator) / half + 1e-3
+    points = torch.randint(-half, half, scales.shape, generator=generator, dtype=torch.int8)
+    weight = QuantizedWeight(
+        *(codes, scales, points if zeros else None, bits, group, ActivationScheme.NONE),
+        minimums=scales.flip(0) if minimums else None,
+    )
+    x = random(17, k)
+    plain = Weight(weight.dequantize(torch.float32))
+    ours = Weight(CodedWeight.of(weight, torch.float32, torch.device("cpu")))
+    for count in COUNTS[:2]:
+        assert torch.equal(ours(x[:count]).join(), plain(x[:count]).join())
 
 
 def test_pieces_depend_on_the_weight_alone_and_tiles_on_the_tokens() -> None:

@@ -68,7 +68,7 @@ class LayoutDecoder:
         report: Callable[[float], None] = lambda _share: None,
     ) -> None:
         """Bring all weights to the device; `report` gets the share done, 0..1."""
-        self._model, load = model, OnDevice(weights, device)
+        self._model, load = model, OnDevice(weights, dtype, device)
         angles = angle_table(model.angles, max_positions, dtype, device)
         local = angles
         if model.local_angles is not None:
@@ -80,8 +80,10 @@ class LayoutDecoder:
                 _device_layer(number, layer, model.heads, local if layer.is_local else angles, load)
             )
         self._norm = load.norm(model.norm)
-        self._embedding, bias = load.linears((model.embedding,))
-        self._head = Weight(self._embedding, bias) if model.head is None else load.product(model.head)
+        self._embedding = load.tensor(model.embedding.weight)
+        head, bias = load.linears(model.head or model.embedding)
+        is_shared = model.head is None and isinstance(head, torch.Tensor)
+        self._head = Weight(self._embedding if is_shared else head, bias)
         self._embedding_scale = model.embedding_scale
         if model.rounds_embedding_scale:
             self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()

@@ -53,7 +53,7 @@ class LatentAttention:
         self._norm = load.norm(latent.norm)
         self._query_norm = None if latent.query_norm is None else load.norm(latent.query_norm)
         self._expand = None if latent.expand is None else load.product(latent.expand)
-        projection, _ = load.linears((latent.projection,))
+        projection = load.tensor(latent.projection.weight)
         projection = projection.view(heads.num_heads, heads.nope_dim + heads.value_dim, heads.rank)
         self._fold = Weight(projection[:, : heads.nope_dim].transpose(1, 2))
         self._project = Weight(projection[:, heads.nope_dim :])

@@ -16,21 +16,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stemma.model.cuda.product_kernels import joined
-
-
-@triton.jit
-def times(a, b):
-    """Return the product, which can't be fused with what it is added to."""
-    return tl.fma(a, b, tl.zeros_like(a))
+from stemma.model.cuda.product_kernels import joined, times
 
 
 @triton.jit
 def summed(x, SIZE: tl.constexpr):
     """Return the sum of x [SIZE], a power of 2, in an order that no placing of its numbers changes."""
-    LEVELS: tl.constexpr = SIZE.bit_length() - 1
-    for level in tl.static_range(LEVELS):
-        x = tl.sum(tl.reshape(x, [2, SIZE >> (level + 1)]), 0)
+    for level in tl.static_range(1, 17):
+        if SIZE >> level > 0:
+            x = tl.sum(tl.reshape(x, [2, SIZE >> level]), 0)
     return tl.sum(x, 0)
 
 

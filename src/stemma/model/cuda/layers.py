@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,10 +11,13 @@ import triton
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.attention import AttentionCall
+from stemma.model.cpu.packing import in_one_form
 from stemma.model.cuda.layer_kernels import add_and_norm, prepare_heads
-from stemma.model.cuda.products import Gate, Sums, Weight
+from stemma.model.cuda.products import CodedWeight, Gate, Sums, Weight
 from stemma.model.families import layout
+from stemma.model.weights.joining import below_each_other
 from stemma.model.weights.named import NamedWeights
+from stemma.model.weights.quantized import QuantizedWeight
 
 _ANGLES_AT_ONCE = 16_384
 _WIDE = 2048
@@ -26,25 +29,33 @@ class OnDevice:
     """Brings weights to the device by their names."""
 
     weights: NamedWeights
+    dtype: torch.dtype
     device: torch.device
 
-    def linears(self, linears: Iterable[layout.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def linears(self, *linears: layout.Linear) -> tuple[torch.Tensor | CodedWeight, torch.Tensor | None]:
         """Return the weights below each other, and their biases, zeros where some have none."""
-        weights, biases = [], []
-        for linear in linears:
-            affine = self.weights.affine(linear)
-            assert isinstance(affine.weight, torch.Tensor), "quantized weights are refused before"
-            weights.append(affine.weight.to(self.device))
-            biases.append(affine.bias)
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        if all(bias is None for bias in biases):
-            return weight, None
-        filled = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-        return weight, torch.cat([bias.to(self.device) for bias in filled])
+        affines = [self.weights.affine(linear) for linear in linears]
+        weights, biases = in_one_form([affine.weight for affine in affines]), None
+        if any(affine.bias is not None for affine in affines):
+            filled = [
+                torch.zeros(linear.outputs, dtype=self.dtype) if affine.bias is None else affine.bias
+                for linear, affine in zip(linears, affines, strict=True)
+            ]
+            biases = torch.cat(filled).to(self.device)
+        codes = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        if codes:
+            order = torch.arange(sum(weight.shape[0] for weight in codes))
+            return CodedWeight.of(below_each_other(codes, order), self.dtype, self.device), biases
+        plain = [weight.to(self.device) for weight in weights if isinstance(weight, torch.Tensor)]
+        return plain[0] if len(plain) == 1 else torch.cat(plain), biases
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a weight's numbers."""
+        return self.weights.tensor(name).to(self.device)
 
     def product(self, *linears: layout.Linear) -> Weight:
         """Return the product of several layers, side by side."""
-        return Weight(*self.linears(linears))
+        return Weight(*self.linears(*linears))
 
     def floats(self, name: str) -> torch.Tensor:
         """Return a tensor in float32."""
@@ -208,7 +219,7 @@ class GatedMLP:
     """down(activation(gate x) * up x)."""
 
     def __init__(self, gated: layout.Gated, load: OnDevice) -> None:
-        self._gate_up = Weight(*load.linears((gated.gate, gated.up)), gate=gate_of(gated))
+        self._gate_up = Weight(*load.linears(gated.gate, gated.up), gate=gate_of(gated))
         self._down = load.product(gated.down)
 
     def __call__(self, x: torch.Tensor) -> Sums:

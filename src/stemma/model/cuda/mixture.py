@@ -13,7 +13,7 @@ import triton
 
 from stemma.model.cuda.layer_kernels import combine, route
 from stemma.model.cuda.layers import GatedMLP, OnDevice, gate_of
-from stemma.model.cuda.products import ROUND, Chosen, Sums, Weight
+from stemma.model.cuda.products import ROUND, Chosen, CodedWeight, Gate, Sums, Weight
 from stemma.model.families import layout
 
 
@@ -27,9 +27,8 @@ class ExpertMLP:
         if mixture.router.correction is not None:
             self._correction = load.floats(mixture.router.correction)
         experts = mixture.experts
-        gates = [load.linears((expert.gate, expert.up)) for expert in experts]
-        self._gate_up = _stacked(gates, experts[0])
-        self._down = _stacked([load.linears((expert.down,)) for expert in experts])
+        self._gate_up = _stacked([load.linears(e.gate, e.up) for e in experts], gate_of(experts[0]))
+        self._down = _stacked([load.linears(expert.down) for expert in experts])
         self._shared = None if mixture.shared is None else GatedMLP(mixture.shared, load)
         self._shared_gate = None
         if mixture.shared_gate is not None:
@@ -101,16 +100,19 @@ class ExpertMLP:
 
 def _router_product(router: layout.ExpertRouter, load: OnDevice) -> Weight:
     """Return the product to experts' logits, in float32 unless the family rounds them."""
-    weight, bias = load.linears((router.linear,))
+    weight = load.tensor(router.linear.weight)
+    bias = load.tensor(f"{router.linear.name}.bias") if router.linear.has_bias else None
     if router.by != layout.RoutedBy.ROUNDED_SOFTMAX:
         weight, bias = weight.float(), None if bias is None else bias.float()
     return Weight(weight, bias)
 
 
 def _stacked(
-    linears: list[tuple[torch.Tensor, torch.Tensor | None]], gated: layout.Gated | None = None
+    linears: list[tuple[torch.Tensor | CodedWeight, torch.Tensor | None]], gate: Gate | None = None
 ) -> Weight:
-    """Return a product with one of several experts' weights; `gated`: they are gates above ups."""
+    """Return a product with one of several experts' weights; with a `gate` they are gates above ups."""
     biases = [bias for _, bias in linears if bias is not None]
-    weight = torch.stack([weight for weight, _ in linears])
-    return Weight(weight, torch.stack(biases) if biases else None, None if gated is None else gate_of(gated))
+    codes = [weight for weight, _ in linears if isinstance(weight, CodedWeight)]
+    plain = [weight for weight, _ in linears if isinstance(weight, torch.Tensor)]
+    stacked = CodedWeight.stacked(codes) if codes else torch.stack(plain)
+    return Weight(stacked, torch.stack(biases) if biases else None, gate)

@@ -16,6 +16,56 @@ import triton.language as tl
 
 
 @triton.jit
+def times(a, b):
+    """Return the product, which can't be fused with what it is added to."""
+    return tl.fma(a, b, tl.zeros_like(a))
+
+
+@triton.jit
+def decoded(
+    w,
+    scales,
+    zeros,
+    minimums,
+    rows,
+    k,
+    stride_w,
+    num_groups,
+    K,
+    BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """Return weights of some rows from input k on, [rows, BLOCK_K], as `QuantizedWeight.dequantize` does.
+
+    Codes of 4 BITS lie in pairs, less SHIFT; others are bytes. Scales, and what goes off codes or is added
+    behind them, are [rows, num_groups].
+    """
+    ks = k + tl.arange(0, BLOCK_K)
+    rows = rows[:, None].to(tl.int64)
+    if BITS == 4:
+        pairs = k // 2 + tl.arange(0, BLOCK_K // 2)
+        both = tl.load(w + rows * stride_w + pairs[None, :], mask=(pairs * 2 < K)[None, :], other=0)
+        codes = tl.interleave(both & 15, both >> 4).to(tl.float32) - SHIFT
+    else:
+        codes = tl.load(w + rows * stride_w + ks[None, :], mask=(ks < K)[None, :], other=0).to(tl.float32)
+    if GROUP_SIZE % BLOCK_K == 0:
+        at = rows * num_groups + k // GROUP_SIZE
+    else:
+        at = rows * num_groups + (tl.minimum(ks, K - 1) // GROUP_SIZE)[None, :]
+    if HAS_ZEROS:
+        codes -= tl.load(zeros + at).to(tl.float32)
+    values = times(codes, tl.broadcast_to(tl.load(scales + at), codes.shape))
+    if HAS_MINIMUMS:
+        values += tl.load(minimums + at)
+    return values.to(ROUND)
+
+
+@triton.jit
 def activated(gate, up, sharpness, limit, GATE: tl.constexpr, ROUND: tl.constexpr):
     """Return gate (1: silu, 2: GELU by tanh, 3: GPT-OSS's) times up, both rounded first, [N, T] float32."""
     gate, up = gate.to(ROUND).to(tl.float32), up.to(ROUND).to(tl.float32)
@@ -36,6 +86,9 @@ def activated(gate, up, sharpness, limit, GATE: tl.constexpr, ROUND: tl.constexp
 def product(
     x,
     w,
+    scales,
+    zeros,
+    minimums,
     bias,
     y,
     parts,
@@ -50,6 +103,7 @@ def product(
     group_x,
     group_w,
     group_y,
+    num_groups,
     sharpness,
     limit,
     PIECE: tl.constexpr,
@@ -68,6 +122,11 @@ def product(
     EXPERTS: tl.constexpr,
     PADDED: tl.constexpr,
     CHOSEN: tl.constexpr,
+    BITS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr,
 ):
     """Compute a tile ``[BLOCK_N, BLOCK_T]`` of the product of w and x ``[T, K]``, or a piece of it.
 
@@ -78,6 +137,8 @@ def product(
 
     EXPERTS (else 0): groups are experts, and tiles are those of their rows. Row r of x and y is the choice
     ``order[r]`` of T, an expert's from ``starts[expert]`` on; it reads row ``order[r] // CHOSEN`` of x.
+
+    BITS (else 0): w are codes, see `decoded`.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0)
@@ -125,6 +186,11 @@ def product(
         begin = tl.program_id(1) * PIECE
         w_at += begin
         x_at += begin
+    if BITS > 0:
+        of_group = group.to(tl.int64) * (2 * N if GATE else N) * num_groups
+        scales += of_group
+        zeros += of_group
+        minimums += of_group
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     if BULK:
@@ -143,6 +209,48 @@ def product(
                 b = x_tiles.load([tile_t * BLOCK_T, at]).T
                 if GATE:
                     c = w_tiles.load([N + tile_n * BLOCK_N, at])
+            elif BITS > 0:
+                at = begin + piece * PIECE + step
+                left = ks < K - at
+                b = tl.load(x_at, mask=inside_x & left[:, None], other=0.0)
+                x_at += BLOCK_K
+                a = decoded(
+                    w_group,
+                    scales,
+                    zeros,
+                    minimums,
+                    read_rows,
+                    at,
+                    stride_w,
+                    num_groups,
+                    K,
+                    BLOCK_K,
+                    BITS,
+                    SHIFT,
+                    GROUP_SIZE,
+                    HAS_ZEROS,
+                    HAS_MINIMUMS,
+                    x.dtype.element_ty,
+                )
+                if GATE:
+                    c = decoded(
+                        w_group,
+                        scales,
+                        zeros,
+                        minimums,
+                        N + read_rows,
+                        at,
+                        stride_w,
+                        num_groups,
+                        K,
+                        BLOCK_K,
+                        BITS,
+                        SHIFT,
+                        GROUP_SIZE,
+                        HAS_ZEROS,
+                        HAS_MINIMUMS,
+                        x.dtype.element_ty,
+                    )
             elif EVEN_K:
                 a = tl.load(w_at)
                 b = tl.load(x_at, mask=inside_x, other=0.0)

@@ -6,7 +6,8 @@ the sums of each piece, which the kernel that reads them adds, with the bias: it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,8 @@ import triton
 import triton.language as tl
 
 from stemma.model.cuda.product_kernels import join, product
+from stemma.model.weights.multiples import numbers_of
+from stemma.model.weights.quantized import QuantizedWeight
 
 BLOCK_K = 64
 FEW_TOKENS = 128
@@ -48,11 +51,11 @@ def num_pieces(n: int, k: int) -> int:
 
 
 def launch_of(
-    num_tokens: int, *, is_gated: bool = False, is_wide: bool = False, warpgroups: bool = True
+    num_tokens: int, *, is_gated: bool = False, is_wide: bool = False, is_narrow: bool = False
 ) -> ProductTiles:
     """Return the tiles for so many tokens; the order of sums is that of any other number.
 
-    `is_wide`: operands are float32. `warpgroups`: four warps multiply together, out of shared memory.
+    `is_wide`: operands are float32. `is_narrow`: registers hold 64 rows, not 128.
     """
     block_t = max(16, min(128, 1 << (num_tokens - 1).bit_length()))
     if is_wide:
@@ -62,13 +65,12 @@ def launch_of(
         return ProductTiles(
             64, block_t, 8 if is_gated and block_t > 64 else 4, stages - is_gated, is_apart=True
         )
-    # Without warpgroups two sums of 128 rows don't fit into registers.
-    return ProductTiles(64 if is_gated and not warpgroups else 128, block_t, 8, 3 - is_gated, is_apart=False)
+    return ProductTiles(64 if is_narrow else 128, block_t, 8, 3 - is_gated, is_apart=False)
 
 
 @lru_cache(maxsize=16)
 def has_warpgroups(device: torch.device) -> bool:
-    """Return whether a device has what `launch_of` asks for."""
+    """Return whether four warps of a device multiply together, out of shared memory."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
@@ -117,6 +119,86 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """A quantized weight as `product` reads it: `decoded` of product_kernels.py."""
+
+    codes: torch.Tensor
+    """uint8 [.., rows, K / 2] of 4 bits, or int8 [.., rows, K]."""
+    scales: torch.Tensor
+    """[.., rows, K / group size] float32."""
+    zeros: torch.Tensor | None
+    minimums: torch.Tensor | None
+    dtype: torch.dtype
+    """Of what it is multiplied with, and what its numbers are rounded to."""
+    inputs: int
+    shift: int
+    """What is taken off codes of 4 bits."""
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> CodedWeight:
+        """Bring a weight to the device; inputs are multiplied as they are."""
+        weight = weight.without_levels()
+        codes, shift = weight.codes, 0
+        inputs = codes.shape[1]
+        if weight.bits == 4 and inputs % 2 == 0:
+            shift = 0 if weight.is_unsigned else 8
+            codes = (codes + shift).to(torch.uint8)
+            codes = codes[:, ::2] | (codes[:, 1::2] << 4)
+        zeros, minimums = weight.zero_points, weight.minimums
+        return cls(
+            codes.to(device),
+            numbers_of(weight.scales).to(device),
+            None if zeros is None else zeros.to(device),
+            None if minimums is None else numbers_of(minimums).to(device),
+            dtype,
+            inputs,
+            shift,
+        )
+
+    @classmethod
+    def stacked(cls, weights: Sequence[CodedWeight]) -> CodedWeight:
+        """Return weights of one form as several."""
+        zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+        minimums = [weight.minimums for weight in weights if weight.minimums is not None]
+        return replace(
+            weights[0],
+            codes=torch.stack([weight.codes for weight in weights]),
+            scales=torch.stack([weight.scales for weight in weights]),
+            zeros=torch.stack(zeros) if zeros else None,
+            minimums=torch.stack(minimums) if minimums else None,
+        )
+
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """Return what the kernel reads."""
+        zeros, minimums = self.zeros, self.minimums
+        return (
+            self.codes,
+            self.scales,
+            self.scales if zeros is None else zeros,
+            self.scales if minimums is None else minimums,
+        )
+
+    def constants(self) -> dict[str, int | bool]:
+        """Return what the kernel is compiled for."""
+        return {
+            "BITS": 4 if self.codes.dtype == torch.uint8 else 8,
+            "SHIFT": self.shift,
+            "GROUP_SIZE": self.inputs // self.scales.shape[-1],
+            "HAS_ZEROS": self.zeros is not None,
+            "HAS_MINIMUMS": self.minimums is not None,
+        }
+
+
+_PLAIN: dict[str, int | bool] = {
+    "BITS": 0,
+    "SHIFT": 0,
+    "GROUP_SIZE": 1,
+    "HAS_ZEROS": False,
+    "HAS_MINIMUMS": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """The choices of T tokens, k each, in order of their experts."""
 
@@ -132,11 +214,15 @@ class Weight:
     """A weight ``[N, K]``, or several, ``[groups, N, K]``; with a gate ``[.., 2N, K]``, gates above ups."""
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, gate: Gate | None = None
+        self, weight: torch.Tensor | CodedWeight, bias: torch.Tensor | None = None, gate: Gate | None = None
     ) -> None:
         """Take them on their device; `bias` has a number for each row."""
-        self._weight, self._bias, self._gate = weight.contiguous(), bias, gate
-        rows, self.inputs = weight.shape[-2:]
+        self._codes = weight if isinstance(weight, CodedWeight) else None
+        self._dtype = weight.dtype
+        self._bias, self._gate = bias, gate
+        self.inputs = weight.inputs if isinstance(weight, CodedWeight) else weight.shape[-1]
+        weight = weight.codes if isinstance(weight, CodedWeight) else weight
+        self._weight, rows = weight.contiguous(), weight.shape[-2]
         self.outputs = rows // 2 if gate else rows
         is_one = weight.dim() == 2 and gate is None
         self._num_pieces = num_pieces(self.outputs, self.inputs) if is_one else 1
@@ -146,14 +232,14 @@ class Weight:
         num_tokens, launch = x.shape[0], self._launch(x.shape[0], x.device)
         is_cut = launch.is_apart and self._num_pieces > 1
         shape = (self._num_pieces, num_tokens, self.outputs) if is_cut else (num_tokens, self.outputs)
-        numbers = x.new_empty(shape, dtype=torch.float32 if is_cut else self._weight.dtype)
+        numbers = x.new_empty(shape, dtype=torch.float32 if is_cut else self._dtype)
         grid = (
             triton.cdiv(self.outputs, launch.block_n) * triton.cdiv(num_tokens, launch.block_t),
             self._num_pieces if launch.is_apart else 1,
         )
         self._run(grid, launch, x, numbers)
         bias = self._bias if is_cut else None
-        return Sums(numbers, self._num_pieces if is_cut else 1, bias, self._weight.dtype)
+        return Sums(numbers, self._num_pieces if is_cut else 1, bias, self._dtype)
 
     def by_group(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Multiply x [T, groups, K] into y [T, groups, N], each group with its weight; rows may lie apart."""
@@ -175,8 +261,8 @@ class Weight:
         return launch_of(
             num_tokens,
             is_gated=self._gate is not None,
-            is_wide=self._weight.dtype == torch.float32,
-            warpgroups=has_warpgroups(device),
+            is_wide=self._dtype == torch.float32,
+            is_narrow=not has_warpgroups(device) and (self._gate is not None or self._codes is not None),
         )
 
     def _run(
@@ -191,14 +277,16 @@ class Weight:
     ) -> None:
         weight, n, k = self._weight, self.outputs, self.inputs
         of_group = weight.stride(0) if weight.dim() == 3 else 0
-        is_bulk = not launch.is_apart and chosen is None and groups == (0, 0) and _is_aligned(x, weight)
+        codes = self._codes
+        is_bulk = not launch.is_apart and chosen is None and groups == (0, 0) and codes is None
+        is_bulk = is_bulk and _is_aligned(x, weight)
         if is_bulk:
             _allow_descriptors(x.device)
         gate = self._gate or Gate(0)
         kernel: Any = product[grid]
         kernel(
             x,
-            weight,
+            *((weight,) * 4 if codes is None else codes.arguments()),
             weight if self._bias is None else self._bias,
             y,
             y,
@@ -213,9 +301,11 @@ class Weight:
             groups[0],
             of_group,
             groups[1],
+            1 if codes is None else codes.scales.shape[-1],
             gate.sharpness,
             gate.limit,
             **constants(n, k, launch, pieces=self._num_pieces, is_bulk=is_bulk, widen=x.device.type == "cpu"),
+            **(_PLAIN if codes is None else codes.constants()),
             HAS_BIAS=self._bias is not None,
             GATE=gate.kind,
             EXPERTS=0 if chosen is None else weight.shape[0],

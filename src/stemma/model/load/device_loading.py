@@ -52,7 +52,7 @@ def load_on_device(load: LoadJob, *, has_images: bool) -> Loaded:
         kv_shape_of(layout),
         family.architecture,
         sum(math.prod(shape) for shape in layout.shapes().values()) * load.checkpoint.dtype.itemsize,
-        0,
+        len(load.checkpoint.codes),
         computed_by=f":fused-{ORDER}:{triton_version()}",
     )
 
@@ -66,8 +66,6 @@ def _refusal(load: LoadJob, layout: ModelLayout | None, *, has_images: bool) -> 
         return "parts of a model on several ranks"
     if runs_remote_code(load.settings):
         return "what a checkpoint's own code computes"
-    if checkpoint.codes:
-        return f"weights that are quantized ({checkpoint.method})"
     if layout is None:
         kind, dtype = checkpoint.config.model_type, str(checkpoint.dtype).removeprefix("torch.")
         return f"{kind} models with these tensors in {dtype}"
