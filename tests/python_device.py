@@ -58,7 +58,7 @@ class DeviceTensor(torch.Tensor):
         return self.host.tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return launch(func, args, kwargs or {})
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from stemma.memory.device.sizing import free_bytes
+from stemma.memory.device.accelerator import accelerator_of
 from stemma.native.cores import affinity_cores, quota_cores
 from stemma.native.process_memory import resident_bytes
 
@@ -101,12 +101,12 @@ def threads(wanted: int | None) -> Threads:
 
 def memory() -> Memory:
     """Return the memory of the machine and of this process."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host = accelerator_of(torch.device("cpu"))
     try:
         resident = resident_bytes()
     except OSError:
         resident = None
-    return Memory(total, free_bytes(torch.device("cpu")), resident)
+    return Memory(host.total_bytes(), host.free_bytes(), resident)
 
 
 def gpu() -> Gpu:

@@ -7,6 +7,7 @@ in `NEEDED`; docs/explanation/accelerators.md says the rest.
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -72,6 +73,10 @@ class Accelerator:
         """Return how many bytes can still be allocated, within the container's limit."""
         return available_bytes()
 
+    def total_bytes(self) -> int:
+        """Return the whole memory."""
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     def held_bytes(self) -> int:
         """Return what this process holds."""
         return resident_bytes()
@@ -136,16 +141,12 @@ class _Beside(Accelerator):
 
     @override
     def free_bytes(self) -> int:
-        return self._memory()[0]
+        self._module.empty_cache()  # what torch keeps for later is free
+        return int(self._module.mem_get_info(self.device)[0])
 
+    @override
     def total_bytes(self) -> int:
-        """Return the memory of the whole device."""
-        return self._memory()[1]
-
-    def _memory(self) -> tuple[int, int]:
-        self._module.empty_cache()
-        free, total = self._module.mem_get_info(self.device)
-        return int(free), int(total)
+        return int(self._module.mem_get_info(self.device)[1])
 
     @override
     def held_bytes(self) -> int:
