@@ -26,6 +26,7 @@ OPTIONS = {
     "block_size": 16,
     "speculation": "off",
     "max_num_seqs": 2,
+    "max_batch_tokens": 64,
 }
 ILLEGAL = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with ...")
 

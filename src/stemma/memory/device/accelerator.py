@@ -26,6 +26,7 @@ NEEDED = (
     "current_stream",
     "device",
     "empty_cache",
+    "get_device_properties",
     "is_available",
     "max_memory_allocated",
     "mem_get_info",
@@ -88,6 +89,10 @@ class Accelerator:
     def peak_bytes(self) -> int:
         """Return the most that this process held since `reset_peak`."""
         return peak_bytes()
+
+    def properties(self) -> Any:
+        """Return what torch says of the device: its name, and of CUDA's also `major`, `minor` and more."""
+        return None
 
     def numeric_path(self) -> str:
         """Return what the bits of products depend on beside torch: the kind of device and its size."""
@@ -162,10 +167,13 @@ class _Beside(Accelerator):
         return int(self._module.max_memory_allocated(self.device))
 
     @override
+    def properties(self) -> Any:
+        return self._module.get_device_properties(self.device)
+
+    @override
     def numeric_path(self) -> str:
         """Libraries choose their products by the device's generation and by its number of multiprocessors."""
-        ask = getattr(self._module, "get_device_properties", None)
-        properties = None if ask is None else ask(self.device)
+        properties = self.properties()
         names = ("major", "minor", "multi_processor_count") if self.device.type == CUDA else ("name",)
         return "-".join((self.device.type, *(str(getattr(properties, name, "")) for name in names)))
 
