@@ -87,7 +87,7 @@ def test_the_bits_name_what_they_depend_on(checkpoint: Path) -> None:
     """So that blocks of one card, or of another path, are not read as those of another."""
     model = load_model(engine_settings(checkpoint, dtype="float32", device=DEVICE).model)
     path = model.numeric_path
-    assert path.startswith("pseudo-Pseudo 9:modules:torch-")
+    assert path.startswith("pseudo-Pseudo_9:modules:torch-")
     assert path.rsplit(":", 1)[1].removeprefix("no-").startswith("triton")
 
 
@@ -147,11 +147,11 @@ def test_a_number_that_there_isnt_is_refused() -> None:
 
 def test_two_cards_of_one_kind_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's: by generation and number of multiprocessors; the host's name is as ever."""
-    module = SimpleNamespace(get_device_properties=lambda _device: properties)
-    monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
     paths = set()
     for major, minor, count in ((8, 0, 108), (9, 0, 132), (9, 0, 114)):
         properties = SimpleNamespace(major=major, minor=minor, multi_processor_count=count)
+        module = SimpleNamespace(get_device_properties=lambda _device, found=properties: found)
+        monkeypatch.setattr(torch, "get_device_module", lambda _device, found=module: found)
         accelerator_of.cache_clear()
         paths.add(accelerator_of(torch.device("cuda:0")).numeric_path())
     accelerator_of.cache_clear()

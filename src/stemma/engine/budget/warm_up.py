@@ -5,18 +5,19 @@ Without them a client waits for each, and what a step is thought to cost is wron
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import torch
 
 from stemma.config.settings import EngineSettings
-from stemma.errors import ConfigError
 from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.files.progress import Progress
 from stemma.model.opened.causal_lm import CausalLM
 
+logger = logging.getLogger(__name__)
 _MOST_SEQUENCES = 256
 _LONG_CONTEXT = 4096
 _LEAST_CHUNK = 16
@@ -26,7 +27,7 @@ STAGE = "warming up"
 def warm_up(model: CausalLM, kv: DeviceKV, settings: EngineSettings, progress: Progress | None) -> None:
     """Run steps of each size twice (the second one replays, if the first was recorded), largest first.
 
-    They write into `kv`, which nobody uses yet. Raises ConfigError if memory runs out.
+    They write into `kv`, which nobody uses yet.
     """
     most_tokens = settings.scheduler.max_batch_tokens
     most_seqs = min(settings.scheduler.max_num_seqs or _MOST_SEQUENCES, most_tokens)
@@ -35,15 +36,17 @@ def warm_up(model: CausalLM, kv: DeviceKV, settings: EngineSettings, progress: P
         if progress is not None:
             progress(STAGE, done / len(shapes))
         batch = _step(kv, num_seqs, num_queries, context)
+        batch.wants_hidden = model.abilities.needs_hidden
         try:
             for _ in range(2):
                 model.forward(batch, kv)
             accelerator_of(kv.device).synchronize()
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"a step of {num_seqs * num_queries} tokens behind {context} doesn't fit on {kv.device}; "
-                "give less kv_cache_memory, or a smaller max_batch_tokens or max_num_seqs"
-            ) from error
+        except torch.OutOfMemoryError:
+            logger.warning(
+                "no memory for a step of %d tokens behind %d, which would fail: give less kv_cache_memory",
+                len(batch.token_ids),
+                context,
+            )
     if progress is not None:
         progress(STAGE, 1.0)
 
@@ -56,8 +59,9 @@ def step_shapes(
     Decodes behind a long context share all blocks but their last.
     """
     size = kv.layout.block_size
-    longest = min(max_len, _LONG_CONTEXT, kv.num_blocks * size)
-    num_queries = min(most_tokens, max_len, kv.num_blocks * size)
+    capacity = kv.num_blocks * size
+    longest = min(max_len, _LONG_CONTEXT, capacity)
+    num_queries = min(most_tokens, max_len, capacity)
     while num_queries >= min(_LEAST_CHUNK, most_tokens):
         yield 1, num_queries, num_queries
         if longest > num_queries:
@@ -66,8 +70,9 @@ def step_shapes(
     for num_seqs in sorted({*_sizes(most_seqs)}, reverse=True):
         if num_seqs <= kv.num_blocks:
             yield num_seqs, 1, min(size, max_len)
-        if num_seqs + -(-longest // size) <= kv.num_blocks:
-            yield num_seqs, 1, longest
+        context = min(longest, capacity // num_seqs)  # torch's attention gathers that much
+        if size < context and num_seqs + -(-context // size) <= kv.num_blocks:
+            yield num_seqs, 1, context
 
 
 def _sizes(most: int) -> Iterator[int]:

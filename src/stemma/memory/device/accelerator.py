@@ -20,7 +20,7 @@ from stemma.native.process_memory import available_bytes, peak_bytes, reset_peak
 
 CUDA = "cuda"
 """The kind whose kernels, graphs and pinned memory are ours; ROCm's has this name too."""
-NEEDED = (
+NEEDED = [
     "Event",
     "Stream",
     "current_stream",
@@ -34,7 +34,7 @@ NEEDED = (
     "reset_peak_memory_stats",
     "stream",
     "synchronize",
-)
+]
 """Names that torch's module for a kind of device must have."""
 
 
@@ -175,7 +175,8 @@ class _Beside(Accelerator):
         """Libraries choose their products by the device's generation and by its number of multiprocessors."""
         properties = self.properties()
         names = ("major", "minor", "multi_processor_count") if self.device.type == CUDA else ("name",)
-        return "-".join((self.device.type, *(str(getattr(properties, name, "")) for name in names)))
+        size = (str(getattr(properties, name, "")).replace(" ", "_") for name in names)
+        return "-".join((self.device.type, *size))
 
 
 @lru_cache(maxsize=64)
