@@ -106,6 +106,9 @@ class _Stream:
     def synchronize(self) -> None:
         USES["waits"] += 1
 
+    def wait_event(self, event: _Event) -> None:
+        USES["waits for events"] += 1
+
 
 class _Event:
     def record(self, stream: _Stream) -> None:

@@ -5,6 +5,7 @@ All goes through the seam: no kernel of ours runs there, and no line of ours nam
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,13 @@ from stemma.engine.budget.warm_up import STAGE, step_shapes
 from stemma.engine.budget.working_memory import measured_kv_bytes
 from stemma.engine.build import build_engine
 from stemma.engine.llm import LLM, engine_settings
+from stemma.engine.ranks.settings import settings_of_rank, shares_of
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ConfigError
 from stemma.memory.device.accelerator import accelerator_of, resolve_device
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
+from stemma.model.cuda.execution import keep_compiled_kernels
 from stemma.model.load.loading import load_model
 from stemma.types import Tier
 from tests import python_device
@@ -132,6 +135,24 @@ def test_steps_of_all_sizes_run_before_the_first_request(checkpoint: Path) -> No
     assert decodes == sorted(decodes, reverse=True)
     assert {1, 2, 4, 8, 16, 24, 32} <= set(decodes)
     assert all(context <= 512 and -(-context // 16) + n - 1 <= 40 for n, _, context in shapes)
+
+
+def test_each_rank_has_a_device_of_its_own(checkpoint: Path) -> None:
+    settings = engine_settings(checkpoint, device=python_device.NAME, tensor_parallel_size=2)
+    devices = [settings_of_rank(settings, share).model.device for share in shares_of(settings)]
+    assert devices == [f"{python_device.NAME}:0", f"{python_device.NAME}:1"]
+
+
+def test_what_triton_compiled_is_kept_with_other_caches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    keep_compiled_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    keep_compiled_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "stemma" / "triton")
 
 
 def test_a_device_that_lacks_something_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
