@@ -142,7 +142,7 @@ class _Beside(Accelerator):
             self._module.synchronize(self.device)
         except RuntimeError as again:
             # A context that is destroyed answers each call so; one failed launch is told once.
-            raise DeviceLost(f"device {self.device} is lost: {str(again).splitlines()[0]}") from error
+            raise DeviceLost(f"device {self.device} is lost: {str(again).partition(chr(10))[0]}") from error
 
     @override
     def free_bytes(self) -> int:
