@@ -49,9 +49,8 @@ class FakeCard(Accelerator):
 
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card, "_COPIED_BYTES", 1 << 22)
-    monkeypatch.setattr(card, "_LEAST_RATE", 1e6)
-    monkeypatch.setattr(card.copy_rates, "__defaults__", (1 << 22,))
+    monkeypatch.setattr(card, "COPIED_BYTES", 1 << 22)
+    monkeypatch.setattr(card, "LEAST_RATE", 1e6)
 
 
 def test_a_card_that_works() -> None:
@@ -82,7 +81,7 @@ def test_each_trouble_says_what_to_do(fake: FakeCard, trouble: str | None, words
 
 
 def test_slow_copies_and_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card, "_LEAST_RATE", 1e15)
+    monkeypatch.setattr(card, "LEAST_RATE", 1e15)
     [problem] = examine_card(FakeCard(), lambda _device: None).problems
     assert "has all its lanes" in problem
 

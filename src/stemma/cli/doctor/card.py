@@ -13,9 +13,9 @@ from stemma.errors import ConfigError
 from stemma.memory.device.accelerator import Accelerator
 from stemma.memory.device.pinned import host_rows
 
-_COPIED_BYTES = 2**28
+COPIED_BYTES = 2**28
 _LEAST_CAPABILITY = (8, 0)
-_LEAST_RATE = 6e9
+LEAST_RATE = 6e9
 """Bytes a second: four lanes of PCIe's fourth generation."""
 
 
@@ -84,7 +84,7 @@ def _rates(accelerator: Accelerator, problems: list[str]) -> tuple[float | None,
     except (ConfigError, RuntimeError) as error:
         problems.append(f"no copy from pinned memory: {_line(error)}; raise ulimit -l, or end what fills it")
         return None, None
-    if min(rates) < _LEAST_RATE:
+    if min(rates) < LEAST_RATE:
         problems.append(
             f"copies run at {min(rates) / 1e9:.1f} GB/s, so host memory and disk gain little: see that the "
             "card has all its lanes (lspci -vv, LnkSta) and that nothing else copies"
@@ -96,10 +96,10 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def copy_rates(accelerator: Accelerator, num_bytes: int = _COPIED_BYTES) -> tuple[float, float]:
+def copy_rates(accelerator: Accelerator) -> tuple[float, float]:
     """Return bytes a second to the device and back, the best of three. Raises ConfigError, RuntimeError."""
-    host = host_rows(1, num_bytes, pin_memory=accelerator.pins_memory)[0]
-    there = torch.empty(num_bytes, dtype=torch.uint8, device=accelerator.device)
+    host = host_rows(1, COPIED_BYTES, pin_memory=accelerator.pins_memory)[0]
+    there = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=accelerator.device)
     rates = []
     for target, source in ((there, host), (host, there)):
         seconds = []
@@ -109,5 +109,5 @@ def copy_rates(accelerator: Accelerator, num_bytes: int = _COPIED_BYTES) -> tupl
             target.copy_(source, non_blocking=True)
             accelerator.synchronize()
             seconds.append(time.perf_counter() - start_s)
-        rates.append(num_bytes / min(seconds))
+        rates.append(COPIED_BYTES / min(seconds))
     return rates[0], rates[1]
