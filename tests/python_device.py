@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ NUM_DEVICES = 2
 TOTAL_BYTES = 8 << 30
 LAUNCHES: Counter[tuple[int, int]] = Counter()
 """By (index of the tensors, index that was current on the thread)."""
+OPERATIONS: Counter[str] = Counter()
+"""By name."""
 USES: Counter[str] = Counter()
 """Streams, events and waits, by name."""
 _current = threading.local()
@@ -58,7 +60,7 @@ class DeviceTensor(torch.Tensor):
         return self.host.tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return launch(func, args, kwargs or {})
 
 
@@ -80,6 +82,9 @@ def launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         named["device"] = torch.device("cpu")
     named.pop("pin_memory", None)
     LAUNCHES[index, current_device()] += 1
+    OPERATIONS[str(func)] += 1
+    if func is torch.ops.aten.histc.default:
+        inner = (inner[0].float(), *inner[1:])  # the host counts no integers
     result = func(*inner, **named)
     if goes_down:
         return result.clone() if any(result is one.host for one in found) else result
@@ -100,6 +105,9 @@ class _Stream:
 
     def synchronize(self) -> None:
         USES["waits"] += 1
+
+    def wait_event(self, event: _Event) -> None:
+        USES["waits for events"] += 1
 
 
 class _Event:
@@ -130,6 +138,7 @@ def _module() -> ModuleType:
     module.current_stream = lambda device: _Stream(device)
     module.stream = lambda stream: _device(stream.device)
     module.synchronize = lambda _device: None
+    module.get_device_properties = lambda _device: SimpleNamespace(name="Pseudo 9")
     module.empty_cache = lambda: None
     module.mem_get_info = lambda _device: (TOTAL_BYTES * 3 // 4, TOTAL_BYTES)
     module.memory_allocated = lambda _device: 1 << 30

@@ -38,7 +38,7 @@ from stemma.engine.sampling.state import SamplingState
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache
-from stemma.memory.device.accelerator import accelerator_of
+from stemma.memory.device.accelerator import Accelerator, accelerator_of
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.native.process_memory import available_bytes
 from stemma.prefix.eviction.policy import Conclusion
@@ -96,7 +96,6 @@ class Engine:
         self._settings = settings
         self.vocab_size = vocab_size
         self._clock = clock
-        self._accelerator = accelerator_of(runner.kv.device)
         self._drafter = drafter
         self._model_drafts = model_drafts
         self._validator = RequestValidator(
@@ -131,6 +130,10 @@ class Engine:
         It is told whether the step is pure decode, and may be called again in the same step.
         """
         self._on_launch = self.runner.on_launch = on_launch
+
+    @property
+    def _device(self) -> Accelerator:
+        return accelerator_of(self.runner.kv.device)
 
     @property
     def has_work(self) -> bool:
@@ -229,11 +232,12 @@ class Engine:
         """
         if self._heap_guard is not None:
             self._heap_guard.check()
-        with self._accelerator.scope():
+        device = self._device
+        with device.scope():
             try:
                 news = self._step_in_turn() if self._ahead is None else self._step_ahead(self._ahead)
             except Exception as error:
-                self._accelerator.require_alive(error)
+                device.require_alive(error)
                 raise
         return [one for one in news if not one.state.request.is_preparation]
 
@@ -344,7 +348,7 @@ class Engine:
 
     def _fail(self, rows: StepRows, error: Exception) -> list[SequenceNews]:
         """End the requests of a step that failed. Raises DeviceLost."""
-        self._accelerator.require_alive(error)
+        self._device.require_alive(error)
         failed = dict.fromkeys(item.sequence.state.request.request_id for item in rows.items)
         failure = GenerationFailed(describe_error(error))
         return [n for i in failed for n in self._end(i, FinishReason.ERROR, failure)]

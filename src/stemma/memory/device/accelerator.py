@@ -7,6 +7,7 @@ in `NEEDED`; docs/explanation/accelerators.md says the rest.
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -19,12 +20,13 @@ from stemma.native.process_memory import available_bytes, peak_bytes, reset_peak
 
 CUDA = "cuda"
 """The kind whose kernels, graphs and pinned memory are ours; ROCm's has this name too."""
-NEEDED = (
+NEEDED = [
     "Event",
     "Stream",
     "current_stream",
     "device",
     "empty_cache",
+    "get_device_properties",
     "is_available",
     "max_memory_allocated",
     "mem_get_info",
@@ -32,7 +34,7 @@ NEEDED = (
     "reset_peak_memory_stats",
     "stream",
     "synchronize",
-)
+]
 """Names that torch's module for a kind of device must have."""
 
 
@@ -72,6 +74,10 @@ class Accelerator:
         """Return how many bytes can still be allocated, within the container's limit."""
         return available_bytes()
 
+    def total_bytes(self) -> int:
+        """Return the whole memory."""
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     def held_bytes(self) -> int:
         """Return what this process holds."""
         return resident_bytes()
@@ -83,6 +89,10 @@ class Accelerator:
     def peak_bytes(self) -> int:
         """Return the most that this process held since `reset_peak`."""
         return peak_bytes()
+
+    def properties(self) -> Any:
+        """Return what torch says of the device: its name, and of CUDA's also `major`, `minor` and more."""
+        return None
 
     def numeric_path(self) -> str:
         """Return what the bits of products depend on beside torch: the kind of device and its size."""
@@ -132,20 +142,16 @@ class _Beside(Accelerator):
             self._module.synchronize(self.device)
         except RuntimeError as again:
             # A context that is destroyed answers each call so; one failed launch is told once.
-            raise DeviceLost(f"device {self.device} is lost: {str(again).splitlines()[0]}") from error
+            raise DeviceLost(f"device {self.device} is lost: {str(again).partition(chr(10))[0]}") from error
 
     @override
     def free_bytes(self) -> int:
-        return self._memory()[0]
+        self._module.empty_cache()  # what torch keeps for later is free
+        return int(self._module.mem_get_info(self.device)[0])
 
+    @override
     def total_bytes(self) -> int:
-        """Return the memory of the whole device."""
-        return self._memory()[1]
-
-    def _memory(self) -> tuple[int, int]:
-        self._module.empty_cache()
-        free, total = self._module.mem_get_info(self.device)
-        return int(free), int(total)
+        return int(self._module.mem_get_info(self.device)[1])
 
     @override
     def held_bytes(self) -> int:
@@ -161,12 +167,16 @@ class _Beside(Accelerator):
         return int(self._module.max_memory_allocated(self.device))
 
     @override
+    def properties(self) -> Any:
+        return self._module.get_device_properties(self.device)
+
+    @override
     def numeric_path(self) -> str:
         """Libraries choose their products by the device's generation and by its number of multiprocessors."""
-        ask = getattr(self._module, "get_device_properties", None)
-        properties = None if ask is None else ask(self.device)
+        properties = self.properties()
         names = ("major", "minor", "multi_processor_count") if self.device.type == CUDA else ("name",)
-        return "-".join((self.device.type, *(str(getattr(properties, name, "")) for name in names)))
+        size = (str(getattr(properties, name, "")).replace(" ", "_") for name in names)
+        return "-".join((self.device.type, *size))
 
 
 @lru_cache(maxsize=64)

@@ -73,6 +73,20 @@ def keep_compiled_kernels() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
 
 
+def triton_problem(device: torch.device) -> str | None:
+    """Return why Triton's kernels don't run; None: a small one computed what it should."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton isn't installed"
+    keep_compiled_kernels()
+    try:
+        from stemma.model.cuda.triton_trial import doubled
+
+        numbers = torch.arange(100, device=device)
+        return None if torch.equal(doubled(numbers), numbers + numbers) else "it computes wrong numbers"
+    except Exception as error:  # noqa: BLE001 - its compiler, its driver, and the C compiler that it calls
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason'])[0]}"
+
+
 def make_cuda_decoder(hf_model: Any, device: torch.device, *, max_context: int, use_graphs: bool) -> Decoder:
     """Return the fastest decoder there is for a model on a CUDA device."""
     modules = ModuleDecoder(hf_model, None, None)

@@ -58,12 +58,15 @@ class CudaGraphRecorder:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream: Any = None
 
     def record(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Record the kernels that `run` starts; return what replays them."""
         graph = torch.cuda.CUDAGraph()
+        if self._stream is None:  # torch's own is that of whichever device recorded first in this process
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # Other threads may use CUDA to load blocks from lower tiers, so only this thread is restricted.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = run()
         self._pool = graph.pool()
 
