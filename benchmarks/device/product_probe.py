@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.device.product import allow_descriptors, multiply, num_pieces, room_of
 from benchmarks.device.recorded import record, replay
+from stemma.model.cuda.products import Weight, num_pieces
 
 SHAPES = {
     "8b qkv": (6144, 4096),
@@ -45,6 +45,11 @@ _ROTATED_BYTES = 1 << 28
 """More than the cache holds."""
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Return ``x @ w.T`` for x ``[T, K]`` and w ``[N, K]``."""
+    return Weight(w)(x).join()
 
 
 def check(name: str, n: int, k: int, device: torch.device) -> dict[str, object]:
@@ -81,8 +86,7 @@ def timed(name: str, n: int, k: int) -> list[dict[str, object]]:
             continue
         x = torch.randn(num_tokens, k, device="cuda").bfloat16()
         used = weights if num_tokens <= _MOST_HEAD_ROWS else weights[:4]
-        parts = room_of(num_tokens, n, k, x.device)
-        ours = _mean_s(partial(_ours, x, parts), used)
+        ours = _mean_s(partial(multiply, x), used)
         library = _mean_s(partial(linear, x), used)
         rows.append(
             {
@@ -96,10 +100,6 @@ def timed(name: str, n: int, k: int) -> list[dict[str, object]]:
             }
         )
     return rows
-
-
-def _ours(x: torch.Tensor, parts: torch.Tensor | None, w: torch.Tensor) -> torch.Tensor:
-    return multiply(x, w, parts)
 
 
 def _mean_s(of: Callable[[torch.Tensor], object], weights: list[torch.Tensor]) -> float:
@@ -119,7 +119,6 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if given.time and device.type != "cuda":
         parser.error("--time needs a GPU")
-    allow_descriptors()
     shapes = SHAPES if device.type == "cuda" else SMALL
     answers: list[dict[str, object]] = []
 

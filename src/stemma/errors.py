@@ -13,6 +13,7 @@ StemmaError
  +-- ClientDisconnected        nobody waits for the answer any more
  +-- GenerationFailed          the engine failed on a request it had accepted: HTTP 500 (424 in the TGI shape)
  +-- EngineFailed              a thread of the engine failed; the server stops: HTTP 503
+ |    +-- DeviceLost           the device answers every call with an error: only a new process can use it
  +-- OverBudget                too much is asked for at once; worth a retry: HTTP status with Retry-After
  |    +-- Overloaded           the server's budget is used up, or its queue is full: HTTP 503
  |    +-- RateLimited          a tenant's is: HTTP 429
@@ -105,6 +106,10 @@ class GenerationFailed(StemmaError):
 
 class EngineFailed(StemmaError):
     """A thread of the engine failed: it serves nothing any more, and the server stops."""
+
+
+class DeviceLost(EngineFailed):
+    """The device answers every call with an error; only a new process can use it again."""
 
 
 class OverBudget(StemmaError):

@@ -37,5 +37,6 @@ def test_a_dead_step_thread_ends_the_server(tmp_path: Path) -> None:
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+    assert "this process ends with code 1: start it again" in log.read_text()
     assert "Traceback" in log.read_text()
     assert "out of luck" in log.read_text()

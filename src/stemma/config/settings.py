@@ -79,6 +79,9 @@ class ModelSettings(SettingsModel):
     Default: 128 for `int8`, 32 for `int4`."""
     cuda_graphs: bool = True
     """On CUDA, record decode steps as graphs; off saves their memory."""
+    gpu_path: Literal["modules", "fused"] = "modules"
+    """What runs a model on CUDA: transformers' modules, or `fused`: kernels of ours for the whole of each
+    layer, whose bits no batch changes. No card has run them yet; what they don't compute is refused."""
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"
     """Which hidden states make an embedding: the last token's, the mean of all, or the first token's. `auto`:
     as the checkpoint's modules.json says; without one it makes no embeddings."""
@@ -117,9 +120,10 @@ class CacheSettings(SettingsModel):
     block_size: int = Field(default=64, ge=1, le=1024)
     """Tokens per block."""
     kv_cache_memory: ByteSize | None = None
-    """Bytes of the device tier; default: `kv_cache_fraction` of free memory."""
-    kv_cache_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
-    """Share of the free memory that KV may take if `kv_cache_memory` is not given."""
+    """Bytes of the device tier; default: what `kv_cache_fraction` says."""
+    kv_cache_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Without `kv_cache_memory`: on CPU, the share of the free memory that KV may take (half). On a GPU, the
+    share of the card (nine tenths) that is taken by weights, a largest step, which is measured, and KV."""
     state_interval: int = Field(default=1024, ge=64)
     """Tokens from one kept state of a long prompt of such a model to the next, beside those where prompts
     part and end."""

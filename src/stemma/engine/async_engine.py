@@ -53,6 +53,7 @@ from stemma.engine.sampling.grammar import Grammar
 from stemma.engine.supervisor import EngineSupervisor, ThreadFailure
 from stemma.errors import (
     ConfigError,
+    DeviceLost,
     EngineFailed,
     GenerationFailed,
     IntegrityError,
@@ -434,9 +435,14 @@ class AsyncEngine(EngineClient):
         self._news.close()
 
     def _step(self) -> list[SequenceNews]:
-        """Run a step; if it fails, end all requests. Raises IntegrityError if some are left then."""
+        """Run a step; if it fails, end all requests. Raises IntegrityError if some are left then.
+
+        Raises DeviceLost: that ends the engine, and each request by the supervisor.
+        """
         try:
             return self._engine.step()
+        except DeviceLost:
+            raise
         except Exception as error:
             # `Engine.step` handles what a model may throw; this is a bug of ours. Serve on if that is safe.
             logger.exception("the step loop failed")

@@ -14,7 +14,8 @@ import torch
 
 from stemma.config.settings import CacheSettings, EngineSettings, LoraSettings, Role
 from stemma.engine.adapters import AdapterRegistry
-from stemma.engine.budget.working_memory import MemoryPlan, plan_memory
+from stemma.engine.budget.warm_up import warm_up
+from stemma.engine.budget.working_memory import MemoryPlan, measured_kv_bytes, plan_memory
 from stemma.engine.cache_parts import CacheParts, make_cache
 from stemma.engine.core.adapter_seats import PreparedAdapters
 from stemma.engine.core.engine import Engine
@@ -35,6 +36,7 @@ from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.engine.trace_log import TraceHeader, TraceLog
 from stemma.errors import ConfigError
 from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.tiers.block_store import BlockStore
@@ -146,7 +148,10 @@ def _build(
     if ranks is not None:
         model.decoder = LeadingDecoder(model.decoder, ranks)
     trim_heap()
-    return assemble_engine(settings, model, tokenizer, supervisor, ranks=ranks, also_named=also_named)
+    with accelerator_of(model.device).scope():
+        return assemble_engine(
+            settings, model, tokenizer, supervisor, ranks=ranks, also_named=also_named, progress=progress
+        )
 
 
 def assemble_engine(
@@ -159,19 +164,27 @@ def assemble_engine(
     also_named: tuple[str, ...] = (),
     clock: Callable[[], float] = time.monotonic,
     drafter: DraftGuesser | None = None,
+    progress: Progress | None = None,
 ) -> EngineParts:
     """Set up cache, tiers and scheduler over a model that was loaded as `settings` say.
 
     `clock` is that of cache and scheduler; `drafter` takes the place of the one that the settings ask for.
-    Raises ConfigError or StorageError.
+    Beside the host, steps of all sizes are run first (`budget/warm_up.py`). Raises ConfigError, StorageError.
     """
     name = settings.model.served_name or served_name(settings.model.path)
     adapters = load_adapters(settings.lora, model, (name, *also_named))
     reader = make_image_reader(settings, model, tokenizer)
     memory: MemoryPlan | None = None
+    num_bytes: int | None = None
     if settings.cache.memory_limit is not None:
         memory = plan_memory(settings.cache.memory_limit, model, settings)
-    parts = make_cache(settings, model, None if memory is None else memory.kv_bytes, supervisor, ranks, clock)
+        num_bytes = memory.kv_bytes
+    is_warmed = model.device.type != "cpu" and ranks is None
+    if is_warmed and settings.cache.kv_cache_memory is None:
+        num_bytes = measured_kv_bytes(model, settings)
+    parts = make_cache(settings, model, num_bytes, supervisor, ranks, clock)
+    if is_warmed:
+        warm_up(model, parts.kv, settings, progress)
     publisher = open_kv_events(
         settings.cache,
         supervisor,
@@ -330,17 +343,21 @@ def make_runner(
 def open_queue(settings: EngineSettings, device: torch.device) -> WorkQueue | None:
     """Return the queue of overlapping steps; None if steps run in turn.
 
-    With mtp every step needs the host: the model's own layer runs between two steps. Several ranks on CUDA
-    get the drawn tokens by way of the host, so each step would wait for the one before.
+    With mtp every step needs the host: the model's own layer runs between two steps. Several ranks
+    beside the host get the drawn tokens by way of the host, so each step would wait for the one before.
     """
     if settings.speculation.mode == "mtp":
         return None
-    if settings.parallel.num_ranks > 1 and device.type == "cuda":
+    accelerator, wanted = accelerator_of(device), settings.scheduler.overlap_schedule
+    if settings.parallel.num_ranks > 1 and not accelerator.is_host:
         return None
-    wanted, is_cuda = settings.scheduler.overlap_schedule, device.type == "cuda"
-    if wanted == "off" or (wanted == "auto" and (not is_cuda or settings.speculation.mode != "off")):
+    # With drafts, steps that draw tokens run in turn, as few as those are; chunks of prompts needn't.
+    in_turn = accelerator.is_host or (
+        settings.speculation.mode != "off" and settings.model.gpu_path == "modules"
+    )
+    if wanted == "off" or (wanted == "auto" and in_turn):
         return None
-    return StreamQueue(device) if is_cuda else ThreadQueue()
+    return ThreadQueue() if accelerator.is_host else StreamQueue(accelerator)
 
 
 def open_kv_events(

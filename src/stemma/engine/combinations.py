@@ -20,7 +20,7 @@ class Refused:
     """A combination that isn't served."""
 
     applies: Callable[[EngineSettings, str], bool]
-    """Given the settings and the type of the device, ``cpu`` or ``cuda``."""
+    """Given the settings and the type of the device, e.g. ``cpu``."""
     message: str
     """Advice to the user; ``{role}``, ``{kv}``, ``{layout}``, ``{quantize}``, ``{ranks}`` and
     ``{block_size}`` stand for settings."""
@@ -91,6 +91,10 @@ REFUSED: tuple[Refused, ...] = (
         "{ranks} with overlap_schedule on runs on CPU only: ranks get drawn tokens by way of the host; leave "
         "it auto",
     ),
+    Refused(
+        lambda s, device: s.model.gpu_path == "fused" and bool(s.lora.adapters) and device != "cpu",
+        "gpu_path fused doesn't go with adapters; leave lora out, or set gpu_path modules",
+    ),
 )
 """The first that applies is reported. A new one needs a line in the document and a case in the test."""
 
@@ -98,7 +102,7 @@ REFUSED: tuple[Refused, ...] = (
 def check_combinations(settings: EngineSettings, device: str) -> None:
     """Raise ConfigError if settings contradict each other, or name parts that can't serve (together).
 
-    `device`: the type that the model runs on, ``cpu`` or ``cuda``.
+    `device`: the type that the model runs on, e.g. ``cpu``.
     """
     make_policy(settings.cache.eviction)  # refused here, not after minutes of loading
     for refused in REFUSED:

@@ -10,6 +10,7 @@ from stemma.engine.cache_parts import lay_out
 from stemma.engine.combinations import check_combinations
 from stemma.engine.ranks.settings import shares_of
 from stemma.errors import ConfigError, StorageError
+from stemma.memory.device.accelerator import resolve_device
 from stemma.memory.tiers.copies_down import num_staging_slots
 from stemma.memory.tiers.disk.disk_store import num_disk_blocks
 from stemma.memory.tiers.disk.folder import examine_folder
@@ -17,7 +18,7 @@ from stemma.memory.tiers.host_store import num_host_blocks
 from stemma.memory.tiers.pool.opening import check_pool
 from stemma.model.files.directory import StoredTensor, stored_tensors
 from stemma.model.files.progress import Progress
-from stemma.model.load.loading import resolve_device, stated_kv
+from stemma.model.load.loading import stated_kv
 from stemma.model.load.located import located_model, present_path
 from stemma.model.load.prediction import check_prediction
 from stemma.model.lora.adapter import LinearShape

@@ -7,6 +7,7 @@ so that a load balancer uses another server. SIGHUP reads certificates and API k
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import signal
 import threading
@@ -31,11 +32,12 @@ from stemma.server.transport.acceptor import AdmittingServer
 from stemma.server.transport.connections import make_protocol, open_sockets, quiet_logs
 from stemma.server.transport.planes import Listeners, PlaneFilter, PlaneListener
 
+logger = logging.getLogger(__name__)
 EXIT_CLEAN = 0
 EXIT_CUT_OFF = 1
 """Some requests didn't finish in time and were aborted."""
 EXIT_ENGINE_FAILED = 1
-"""A thread of the engine failed."""
+"""A thread of the engine failed, or its device is lost. What supervises the process starts it again."""
 _CLOSE_TIMEOUT_S = 5
 """Time after the drain for clients to read the end of their answers."""
 
@@ -115,8 +117,11 @@ class _DrainingServer(_PortServer):
 
     async def on_tick(self, counter: int) -> bool:
         """Start draining once a signal has come or the engine has failed; runs ten times a second."""
-        if self._engine.failure is not None:
+        if self._engine.failure is not None and self.exit_code != EXIT_ENGINE_FAILED:
             self.exit_code = EXIT_ENGINE_FAILED
+            logger.critical(
+                "%s; this process ends with code %d: start it again", self._engine.failure, self.exit_code
+            )
         if (self._num_signals or self._engine.failure is not None) and self._drain is None:
             self._drain = asyncio.create_task(self._drain_and_stop())
         return await super().on_tick(counter)

@@ -68,6 +68,7 @@ class RecordingModel:
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
+        self.device = torch.device("cpu")
         self.abilities = Abilities()
         self.batches: list[ForwardBatch] = []
 

@@ -229,9 +229,9 @@ def test_draws_that_read_no_value_are_the_same(vocab_size, spread):
 
 
 def test_where_steps_overlap(tmp_path):
-    def queue(overlap: str, mode: str, device: str):
+    def queue(overlap: str, mode: str, device: str, gpu_path: str = "modules"):
         engine = EngineSettings(
-            model=ModelSettings(path=tmp_path),
+            model=ModelSettings.model_validate({"path": tmp_path, "gpu_path": gpu_path}),
             scheduler=SchedulerSettings.model_validate({"overlap_schedule": overlap}),
             speculation=SpeculationSettings.model_validate({"mode": mode}),
         )
@@ -240,6 +240,7 @@ def test_where_steps_overlap(tmp_path):
     assert queue("auto", "off", "cpu") is None
     assert queue("auto", "auto", "cuda") is None
     assert isinstance(queue("auto", "off", "cuda"), StreamQueue)
+    assert isinstance(queue("auto", "auto", "cuda", "fused"), StreamQueue)
     assert isinstance(queue("on", "auto", "cuda"), StreamQueue)
     assert queue("off", "off", "cuda") is None
     threads = queue("on", "auto", "cpu")

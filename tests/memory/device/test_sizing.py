@@ -10,6 +10,7 @@ import torch
 from stemma.config.settings import CacheSettings
 from stemma.errors import ConfigError
 from stemma.memory.device import sizing
+from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout, StateLayout, StatePart, WindowGroup
 
@@ -25,7 +26,8 @@ def test_a_budget_in_bytes_is_never_exceeded() -> None:
 
 
 def test_a_fraction_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizing, "free_bytes", lambda _device: 100 * LAYOUT.block_bytes)
+    monkeypatch.setattr(accelerator_of(CPU), "free_bytes", lambda: 100 * LAYOUT.block_bytes)
+    assert sizing.device_bytes(CacheSettings(), CPU) == 50 * LAYOUT.block_bytes
     assert sizing.device_bytes(CacheSettings(kv_cache_fraction=0.25), CPU) == 25 * LAYOUT.block_bytes
 
 
@@ -75,4 +77,4 @@ def test_less_than_a_block_is_an_error(layout: KVLayout) -> None:
 
 
 def test_free_memory_is_something():
-    assert 0 < sizing.free_bytes(CPU) < 2**50
+    assert 0 < accelerator_of(CPU).free_bytes() <= accelerator_of(CPU).total_bytes() < 2**50

@@ -1,18 +1,28 @@
-"""Compiles `attend_kernel` for shapes of real models and prints what each takes, one JSON object a line.
+"""Compiles attention kernels for shapes of real models and prints what each takes, one JSON object a line.
 
-Arguments: the compute capability, e.g. 90, and whether `few` or `all` shapes.
+Arguments: the compute capability, e.g. 90, and whether `few` or `all` shapes of `attend_kernel`, or those of
+`attend_listed`, which are `listed`.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from stemma.model.attend.attention import Sight
+from stemma.model.cuda.attention_list import ListShape
+from stemma.model.cuda.listed_attention import TileShape, tile_shape
+from stemma.model.cuda.listed_kernels import attend_listed, join_listed
 from stemma.model.cuda.triton_attention import launch_shape, split_dim
 from stemma.model.cuda.triton_kernels import attend_kernel, reduce_kernel
 
@@ -29,6 +39,7 @@ class Layer:
     head_dim: int
     value_dim: int
     is_gemma: bool = False
+    has_sinks: bool = False
 
 
 LAYERS = (
@@ -105,6 +116,85 @@ def compile_reduction(capability: int) -> None:
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
+def compile_listed(layer: Layer, num_rows: int, capability: int) -> dict[str, object]:
+    """Compile as `ListedAttentionStep` would launch it in bf16, in a step of `num_rows` rows."""
+    tile = tile_shape(2 * layer.head_dim, is_large=num_rows == NUM_PREFILL and capability == 90)
+    shape = ListShape(layer.num_heads, layer.num_kv_heads, layer.value_dim, tile.block_m, 1024, Sight())
+    kernel = _compile(attend_listed, listed_constants(layer, shape, tile), capability, tile)
+    ptx, sass = kernel.asm["ptx"], _disassembled(kernel.asm["cubin"])
+    return {
+        "name": layer.name,
+        "num_rows": num_rows,
+        "tile": [tile.block_m, tile.block_n],
+        "shared_bytes": kernel.metadata.shared,
+        "num_tensor_core_products": ptx.count("wgmma.mma_async") + ptx.count("mma.sync"),
+        "products": sorted(set(re.findall(r"m\d+n\d+k\d+", ptx))),
+        "layouts": sorted(set(re.findall(r"warpsPerCTA = \[(\d+, \d+)\]", _mma_lines(kernel.asm["ttgir"])))),
+        "spills_in_loop": spills_in_loop(sass),
+    }
+
+
+def listed_constants(layer: Layer, shape: ListShape, tile: TileShape) -> dict[str, int | bool]:
+    main, rest = split_dim(layer.head_dim)
+    return {
+        "NUM_HEADS": layer.num_heads,
+        "GROUP": layer.num_heads // layer.num_kv_heads,
+        "HEADS": shape.heads,
+        "UNITS": shape.units,
+        "HEAD_DIM": layer.head_dim,
+        "VALUE_DIM": layer.value_dim,
+        "BLOCK_SIZE": 64,
+        "MAIN": main,
+        "REST": rest,
+        "VALUES": 1 << (layer.value_dim - 1).bit_length(),
+        "PIECE": shape.piece,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "HAS_FIRSTS": layer.is_gemma,
+        "HAS_SOFTCAP": layer.is_gemma,
+        "HAS_SINKS": layer.has_sinks,
+        "VALUES_ARE_KEYS": layer.value_dim < layer.head_dim,
+        "WIDEN": False,
+    }
+
+
+def _compile(function: Any, constants: dict[str, int | bool], capability: int, tile: TileShape) -> Any:
+    types = dict.fromkeys(("query", "cache_k", "cache_v", "output"), "*bf16")
+    types |= dict.fromkeys(("partial", "partial_weight", "sinks"), "*fp32") | {"numbers": "*i32"}
+    types |= {"scale": "fp32", "softcap": "fp32"} | dict.fromkeys(constants, "constexpr")
+    names = function.arg_names
+    signature = {name: types.get(name, "i32") for name in names}
+    is_aligned = [name.startswith("stride_") or signature[name].startswith("*") for name in names]
+    aligned = {(index,): [["tt.divisibility", 16]] for index, yes in enumerate(is_aligned) if yes}
+    return triton.compile(
+        ASTSource(function, signature, constants, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+    )
+
+
+def _mma_lines(ttgir: str) -> str:
+    return "\n".join(line for line in ttgir.splitlines() if "nvidia_mma" in line and line.startswith("#"))
+
+
+def _disassembled(cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def spills_in_loop(sass: str) -> int:
+    """Count moves between registers and the stack in the loop over keys: the smallest with products in it."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", sass)]
+    products = [at for at, text in lines if re.search(r"H?G?MMA\.", text)]
+    jumps = [(int(text.split()[-1], 16), at) for at, text in lines if re.search(r"\bBRA\b.*0x", text)]
+    loops = [loop for loop in jumps if loop[0] < loop[1] and any(loop[0] <= at <= loop[1] for at in products)]
+    begin, end = min(loops, key=lambda loop: loop[1] - loop[0])
+    return sum(bool(re.search(r"\b(STL|LDL)\b", text)) for at, text in lines if begin <= at <= end)
+
+
 SMALL, LARGE, GEMMA = LAYERS
 FEW = (
     *((LARGE, NUM_PREFILL, "all"), (GEMMA, 1, "all"), (LATENT, 1, "all")),
@@ -117,8 +207,29 @@ ALL = (
     *((layer, NUM_SHARING, part) for layer in (SMALL, LARGE, LATENT) for part in ("prefix", "suffix")),
 )
 
+LISTED = (
+    *((layer, num_rows) for layer in (SMALL, LARGE) for num_rows in (64, NUM_PREFILL)),
+    *((GEMMA, 64), (LATENT, 64)),
+    (Layer("head dim 96, sinks", 32, 32, 96, 96, has_sinks=True), NUM_PREFILL),
+)
+
+
+def compile_join(capability: int) -> None:
+    """Compile what joins the pieces; raises if it doesn't."""
+    constants = {
+        **{"NUM_HEADS": 14, "UNIT": 7, "HEADS": 4, "VALUE_DIM": 64, "VALUES": 64},
+        "HAS_SINKS": True,
+    }
+    assert _compile(join_listed, constants, capability, TileShape(0, 0, 4, 2)).asm["cubin"]
+
+
 if __name__ == "__main__":
     capability = int(sys.argv[1])
+    if sys.argv[2] == "listed":
+        compile_join(capability)
+        for layer, num_rows in LISTED:
+            print(json.dumps(compile_listed(layer, num_rows, capability)), flush=True)
+        sys.exit()
     compile_reduction(capability)
     for layer, num_queries, part in {"few": FEW, "all": ALL}[sys.argv[2]]:
         print(json.dumps(compile_layer(layer, num_queries, capability, part)))

@@ -124,6 +124,29 @@ def test_what_cant_be_recorded_runs_as_usual(caplog: pytest.LogCaptureFixture) -
     assert fixture.eager.num_steps == 1
 
 
+def test_only_the_bucket_that_lacks_memory_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Told once; other buckets are recorded, also when the end of the recording fails after that."""
+    fixture, record = Fixture(), FakeRecorder().record
+
+    def lacking(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        if len(run()) < 4:
+            return record(run)
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    fixture.recorder.record = lacking  # type: ignore[method-assign]
+    for num_seqs in (4, 3, 4, 1, 2, 1):
+        batch = decodes(num_seqs)
+        logits = fixture.forward(batch)
+        assert len(logits) == num_seqs
+    assert fixture.decoder.is_enabled
+    assert fixture.decoder.recorded == (1, 2)
+    assert fixture.eager.num_steps == 2
+    assert caplog.text.count("no memory to record") == 1
+
+
 def test_another_kv_starts_afresh() -> None:
     """Graphs hold addresses of the KV they were recorded with."""
     fixture = Fixture()

@@ -96,6 +96,9 @@ def gather(settings: Settings, names_model: bool) -> Report:
         problems.append(f"cache folder: {folder.problem}; each process compiles the kernels again")
     if kernels.level is None:
         problems.append(f"no kernels: {kernels.reason}; everything runs on torch, at about half the speed")
+    gpu = machine.gpu()
+    for number, card in enumerate(gpu.cards):
+        problems += [f"GPU {number}: {problem}" for problem in card.problems]
     model = examine_model(engine) if names_model else None
     problems += [] if model is None else [f"{model.name}: {problem}" for problem in model.problems]
     checkpoint = converted_checkpoint()
@@ -105,7 +108,7 @@ def gather(settings: Settings, names_model: bool) -> Report:
         kernels,
         machine.threads(engine.model.num_threads),
         memory,
-        machine.gpu(),
+        gpu,
         folder,
         tiers,
         DemoStatus(tuple(missing_packages()), None if checkpoint is None else str(checkpoint)),
@@ -134,6 +137,7 @@ def describe(report: Report) -> list[str]:
         ("threads", f"{report.threads.num_threads} ({report.threads.origin}){environment}"),
         ("memory", f"{format_size(memory.total_bytes)}, free {format_size(memory.free_bytes)}{resident}"),
         ("GPU", _gpu_line(report.gpu)),
+        *((f"GPU {number}", card.text) for number, card in enumerate(report.gpu.cards)),
         ("cache folder", _folder_line(report.cache_folder)),
         *_tier_rows(report.tiers),
         ("demo model", _demo_line(report.demo)),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from stemma.memory.device.sizing import free_bytes
+from stemma.cli.doctor.card import Card, examine_card
+from stemma.memory.device.accelerator import CUDA, accelerator_of
 from stemma.native.cores import affinity_cores, quota_cores
 from stemma.native.process_memory import resident_bytes
 
@@ -71,6 +72,7 @@ class Gpu:
     cuda_version: str | None
     """That torch was built for; None: torch has no CUDA."""
     state: str = CUDA_STATE
+    cards: tuple[Card, ...] = ()
 
 
 def versions() -> dict[str, str]:
@@ -101,19 +103,24 @@ def threads(wanted: int | None) -> Threads:
 
 def memory() -> Memory:
     """Return the memory of the machine and of this process."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host = accelerator_of(torch.device("cpu"))
     try:
         resident = resident_bytes()
     except OSError:
         resident = None
-    return Memory(total, free_bytes(torch.device("cpu")), resident)
+    return Memory(host.total_bytes(), host.free_bytes(), resident)
 
 
 def gpu() -> Gpu:
-    """Return the GPUs that torch can use."""
+    """Return the GPUs that torch can use, each tried."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = tuple(torch.cuda.get_device_name(number) for number in range(count))
-    return Gpu(names, torch.version.cuda)
+    devices = [accelerator_of(torch.device(CUDA, number)) for number in range(count)]
+    if not devices:
+        return Gpu((), torch.version.cuda)
+    from stemma.model.cuda.execution import triton_problem
+
+    cards = tuple(examine_card(device, triton_problem) for device in devices)
+    return Gpu(tuple(card.name for card in cards), torch.version.cuda, cards=cards)
 
 
 def _processor_name() -> str:

@@ -38,6 +38,7 @@ from stemma.engine.sampling.state import SamplingState
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.memory.device.accelerator import Accelerator, accelerator_of
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.native.process_memory import available_bytes
 from stemma.prefix.eviction.policy import Conclusion
@@ -131,6 +132,10 @@ class Engine:
         self._on_launch = self.runner.on_launch = on_launch
 
     @property
+    def _device(self) -> Accelerator:
+        return accelerator_of(self.runner.kv.device)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything, now or once a load ends."""
         return self._scheduler.has_work or (self._ahead is not None and self._ahead.flight is not None)
@@ -219,13 +224,21 @@ class Engine:
             self._finish(state.sequences[index], FinishReason.STOP)
 
     def step(self) -> list[SequenceNews]:
-        """Run one step and return what it did. An error in it ends its requests, never the loop.
+        """Run one step and return what it did. An error in it ends its requests, not the loop.
+
+        Raises DeviceLost where nothing more can be computed by this process.
 
         Where steps overlap: launch one, and return what the step launched by the call before this did.
         """
         if self._heap_guard is not None:
             self._heap_guard.check()
-        news = self._step_in_turn() if self._ahead is None else self._step_ahead(self._ahead)
+        device = self._device
+        with device.scope():
+            try:
+                news = self._step_in_turn() if self._ahead is None else self._step_ahead(self._ahead)
+            except Exception as error:
+                device.require_alive(error)
+                raise
         return [one for one in news if not one.state.request.is_preparation]
 
     def use_idle_time(self) -> float | None:
@@ -334,7 +347,8 @@ class Engine:
         return accepted
 
     def _fail(self, rows: StepRows, error: Exception) -> list[SequenceNews]:
-        """End the requests of a step that failed."""
+        """End the requests of a step that failed. Raises DeviceLost."""
+        self._device.require_alive(error)
         failed = dict.fromkeys(item.sequence.state.request.request_id for item in rows.items)
         failure = GenerationFailed(describe_error(error))
         return [n for i in failed for n in self._end(i, FinishReason.ERROR, failure)]
@@ -342,7 +356,10 @@ class Engine:
     def close(self) -> None:
         """Write what is queued for the lower tiers, and close them."""
         if self._ahead is not None:
-            self._ahead.close()
+            try:
+                self._ahead.close()
+            except Exception:
+                logger.exception("the step under way could not be ended")
         self._returns.stop()
         self.cache.close()
         self._on_close()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from typing_extensions import override
@@ -25,6 +25,7 @@ from stemma.engine.core.runner import PreparedStep
 from stemma.engine.core.step_rows import StepRows
 from stemma.engine.sampling.sampler import Draw, Sampled, draw_tokens, plan_rows_ahead
 from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.memory.device.accelerator import Accelerator
 
 Work: TypeAlias = Callable[[], Draw | None]
 """Runs a step; None if it draws nothing."""
@@ -84,12 +85,12 @@ class ThreadQueue(WorkQueue):
 
 
 class _InStream:
-    """A `Pending` step that a CUDA stream computes."""
+    """A `Pending` step that a stream computes."""
 
-    def __init__(self, draw: Draw | None, stream: torch.cuda.Stream) -> None:
+    def __init__(self, draw: Draw | None, event: Any) -> None:
+        """`event`: behind the step."""
         self._draw = draw
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(stream)
+        self._event = event
 
     def result(self) -> Draw | None:
         self._event.synchronize()
@@ -100,18 +101,19 @@ class _InStream:
 
 
 class StreamQueue(WorkQueue):
-    """Work on a CUDA device: running it only queues kernels in the stream of the step loop."""
+    """Work on a device beside the host: running it only queues kernels in the stream of the step loop."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
 
     @override
     def submit(self, work: Work) -> Pending:
-        return _InStream(work(), torch.cuda.current_stream(self._device))
+        draw = work()
+        return _InStream(draw, self._accelerator.marked())
 
     @override
     def drain(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
+        self._accelerator.synchronize()
 
     @override
     def close(self) -> None:

@@ -19,6 +19,7 @@ from stemma.engine.core.adapter_seats import PreparedAdapters
 from stemma.engine.core.images import ImageStats, ImageVectors, axes_of, limits_of
 from stemma.engine.core.request import Scheduled
 from stemma.engine.core.step_rows import StepRows
+from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.batch import ForwardBatch, PageTables, StateMoves
 
@@ -36,9 +37,10 @@ class HostArray:
     """A host array; its first n elements copy to the device asynchronously if the memory is pinned."""
 
     def __init__(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._tensor = torch.zeros(length, dtype=dtype, pin_memory=device.type == "cuda")
+        accelerator = accelerator_of(device)
+        self._tensor = torch.zeros(length, dtype=dtype, pin_memory=accelerator.pins_memory)
         self._device = device
-        self._is_there = device.type == "cpu"
+        self._is_there = accelerator.is_host
         self.array: npt.NDArray[Any] = self._tensor.numpy()
 
     def head(self, length: int) -> torch.Tensor:
@@ -133,10 +135,10 @@ class Runner:
         logits = self.model.forward(batch, self.kv)
         self.hidden = batch.hidden
         batch.on_launch()  # a replay of recorded kernels doesn't call it, and has queued them only
-        if logits.is_cuda and len(logits) == 0:
+        if len(logits) == 0:
             # Nobody reads a result of such a step, so nobody waits for it. But it must end before blocks get
             # another owner (loads write on another stream), and its duration is measured.
-            torch.cuda.current_stream(logits.device).synchronize()
+            accelerator_of(self.model.device).synchronize()
         return logits
 
     def prepare(self, rows: StepRows) -> PreparedStep:
@@ -155,7 +157,7 @@ class Runner:
     def run(self, step: PreparedStep, drawn: torch.Tensor | None) -> torch.Tensor:
         """Return the logits of a prepared step; `drawn` [L] int64 are the ids of the step before, if any.
 
-        On CUDA the work is queued only.
+        Beside the host the work is queued only.
         """
         if step.unknown_rows is not None:
             assert drawn is not None

@@ -400,7 +400,8 @@ class CacheControl:
 
     def _read_blocks(self, lease: Lease, keys: list[BlockKey]) -> Iterator[memoryview]:
         """Yield the bytes of leading blocks: those the lease holds, then what lower tiers have."""
-        scratch = torch.empty(self._device.block_bytes, dtype=torch.uint8, pin_memory=self._device.is_cuda)
+        device = self._device
+        scratch = torch.empty(device.block_bytes, dtype=torch.uint8, pin_memory=device.pins_memory)
         view: memoryview = scratch.numpy().data
         for block_id in lease.block_table[: lease.num_committed].tolist():
             self._device.out([block_id], [scratch])

@@ -40,6 +40,7 @@ from stemma.engine.ranks.messages import (
 )
 from stemma.engine.ranks.settings import dealing_of, pool_part, rank_key_space, settings_of_rank
 from stemma.errors import EngineFailed, StemmaError
+from stemma.memory.device.accelerator import accelerator_of, resolve_device
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.tiers.loads import Prefetch
@@ -48,7 +49,7 @@ from stemma.memory.tiers.pool.opening import open_pool
 from stemma.memory.tiers.pool.pool_store import PoolStore
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.attend.batch import ForwardBatch
-from stemma.model.load.loading import load_model, resolve_device
+from stemma.model.load.loading import load_model
 from stemma.model.parallel.group import STEP_TIMEOUT_S, RankGroup
 from stemma.native.copying import copy_function
 from stemma.native.process_memory import trim_heap
@@ -112,8 +113,9 @@ class Follower:
     def serve(self) -> None:
         """Do what messages say until `Close`, or the end of the link."""
         try:
-            while not isinstance(message := self._link.receive(), Close):
-                self._handle(message)
+            with accelerator_of(self._model.device).scope():
+                while not isinstance(message := self._link.receive(), Close):
+                    self._handle(message)
         except (EOFError, OSError):
             logger.warning("rank 0 has ended")
         finally:

@@ -34,8 +34,8 @@ from stemma.engine.ranks.messages import (
 )
 from stemma.engine.ranks.settings import settings_of_rank, shares_of
 from stemma.errors import EngineFailed, StemmaError
+from stemma.memory.device.accelerator import resolve_device
 from stemma.memory.tiers.pool_asks import PoolAsk
-from stemma.model.load.loading import resolve_device
 from stemma.model.parallel.group import LOAD_TIMEOUT_S, STEP_TIMEOUT_S, RankGroup
 from stemma.supervision import Supervisor, start_thread
 from stemma.types import BlockKey

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from stemma.config.settings import EngineSettings
-from stemma.model.load.loading import resolve_device
+from stemma.memory.device.accelerator import resolve_device
+from stemma.memory.device.sizing import HOST_FRACTION
 from stemma.model.parallel.dealing import Dealing
 from stemma.model.parallel.share import Share
 from stemma.prefix.keys import KeySpace
@@ -30,10 +31,12 @@ def settings_of_rank(settings: EngineSettings, share: Share) -> EngineSettings:
     """Return what differs by rank: its device or share of the cores, of the free memory, its directory."""
     model: dict[str, Any] = {}
     cache: dict[str, Any] = {}
-    if resolve_device(settings.model.device).type == "cuda":
-        model["device"] = f"cuda:{share.number}"
+    device = resolve_device(settings.model.device)
+    if device.type != "cpu":
+        model["device"] = f"{device.type}:{share.number}"
     else:
-        cache["kv_cache_fraction"] = settings.cache.kv_cache_fraction / share.num_processes
+        fraction = settings.cache.kv_cache_fraction or HOST_FRACTION
+        cache["kv_cache_fraction"] = fraction / share.num_processes
         if settings.model.num_threads is None:
             model["num_threads"] = max(1, len(os.sched_getaffinity(0)) // share.num_processes)
     tiers: dict[str, Any] = {}

@@ -12,9 +12,9 @@ Two choices make a request's tokens independent of its neighbours in the batch a
   surviving tokens in order of their id (inverse CDF); see `filters.py`.
 
 What a draw depends on beside its logits is fixed first (`plan_rows`, `plan_rows_ahead`); `draw_tokens` is
-tensor work alone. On CUDA it reads no value, so it only queues kernels and copies, and a step can be launched
-before the host knows what the last one drew. On CPU, where a look at a value costs nothing, it looks where
-that saves work. The tokens are the same.
+tensor work alone. Beside the host it reads no value, so it only queues kernels and copies, and a step can be
+launched before the host knows what the last one drew. On CPU, where a look at a value costs nothing, it looks
+where that saves work. The tokens are the same.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from stemma.engine.sampling.logprobs import TokenLogprob, likeliest
 from stemma.engine.sampling.one_thread import one_thread_for
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.state import SamplingState
+from stemma.memory.device.accelerator import accelerator_of
 
 _CPU_ELEMENTS = 1 << 20
 """Logits drawn from in one go on CPU: copies of more would take memory and leave the processor's cache."""
@@ -144,8 +145,7 @@ class Sampler:
         if not rows:
             return Sampled([], [])
         drawn = draw_tokens(logits, rows)
-        if logits.device.type == "cuda":
-            torch.cuda.current_stream(logits.device).synchronize()
+        accelerator_of(logits.device).synchronize()
         return drawn.read()
 
 

@@ -1,7 +1,7 @@
-"""Copies device blocks to and from host memory, on CPU and CUDA.
+"""Copies device blocks to and from host memory.
 
 On CPU a device block is plain memory: one memcpy, by two threads for large copies (the stores of one core
-don't reach the memory's bandwidth). On CUDA the host side is pinned, and copies run on their own streams,
+don't reach the memory's bandwidth). On others the host side is pinned, and copies run on their own streams,
 concurrently with steps. Copies *out* need no ordering with kernels: a block is committed, and so copied,
 only after the step that wrote it has ended. The caller waits for the copy itself.
 """
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.kv import DeviceKV
 from stemma.native.copying import CopyBytes
 
@@ -27,7 +28,7 @@ class BlockCopy(Protocol):
     """Moves whole blocks between a device and host memory, whoever owns the device's blocks."""
 
     block_bytes: int
-    is_cuda: bool
+    pins_memory: bool
     """Whether host memory that blocks are copied from and to should be pinned."""
 
     def out(self, block_ids: Sequence[int], into: Sequence[torch.Tensor]) -> None:
@@ -50,10 +51,11 @@ class DeviceCopy(BlockCopy):
         self._kv = kv
         self._copy = copy
         self.block_bytes = kv.layout.block_bytes
-        self.is_cuda = kv.device.type == "cuda"
+        self._accelerator = accelerator_of(kv.device)
+        self.pins_memory = self._accelerator.pins_memory
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="stemma-copy")
-        self._upload = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
-        self._download = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        self._upload = self._accelerator.stream()
+        self._download = self._accelerator.stream()
 
     @override
     def out(self, block_ids: Sequence[int], into: Sequence[torch.Tensor]) -> None:
@@ -61,7 +63,7 @@ class DeviceCopy(BlockCopy):
             for block_id, target in zip(block_ids, into, strict=True):
                 self._copy(target.numpy(), self._kv.block_bytes_view(block_id).numpy())
             return
-        with torch.cuda.stream(self._download):
+        with self._accelerator.queued_in(self._download):
             for block_id, target in zip(block_ids, into, strict=True):
                 target.copy_(self._kv.block_bytes_view(block_id), non_blocking=True)
         self._download.synchronize()
@@ -76,7 +78,7 @@ class DeviceCopy(BlockCopy):
             else:
                 self._copy_in(block_ids, sources)
             return
-        with torch.cuda.stream(self._upload):
+        with self._accelerator.queued_in(self._upload):
             for block_id, source in zip(block_ids, sources, strict=True):
                 self._kv.block_bytes_view(block_id).copy_(source, non_blocking=True)
         self._upload.synchronize()

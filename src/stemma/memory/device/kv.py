@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from stemma.errors import ConfigError
+from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.layout import COLUMNS, DTYPE_BYTES, KVLayout
 
 _MOST_PLACES = 2**31 - 1
@@ -156,8 +157,7 @@ class DeviceKV:
     def clear_slab(self, slab: int) -> None:
         """Zero what held something else: bytes of a state, read as KV behind a mask, might be no numbers."""
         self._bytes[slab * self.slab : (slab + 1) * self.slab].zero_()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        accelerator_of(self.device).synchronize()
 
     def touch(self, block_id: int) -> None:
         """Have memory given to a block that was never used; its first use takes milliseconds otherwise."""
@@ -176,9 +176,8 @@ class DeviceKV:
             tokens = 3 if self.layout.tiled else 2  # axis of a block
             source, target = self.data[src], self.data[dst]
             target.narrow(tokens, 0, num_tokens).copy_(source.narrow(tokens, 0, num_tokens))
-            if self.device.type == "cuda":
-                # `src` may be evicted right away and filled from another stream.
-                torch.cuda.current_stream(self.device).synchronize()
+            # `src` may be evicted right away and filled from another stream.
+            accelerator_of(self.device).synchronize()
 
 
 def _check_places(layout: KVLayout, num_blocks: int) -> None:

@@ -8,19 +8,22 @@ import torch
 
 from stemma.config.settings import CacheSettings
 from stemma.errors import ConfigError
+from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.kv import num_blocks_for
 from stemma.memory.device.layout import KVLayout
-from stemma.native.process_memory import available_bytes
+
+HOST_FRACTION = 0.5
+"""Share of the free memory that KV takes where none is named."""
 
 
 def device_bytes(settings: CacheSettings, device: torch.device) -> int:
     """Return `kv_cache_memory`, or its fraction of the memory free now; call it once weights are loaded.
 
-    `memory_limit` is handled in `engine/budget/working_memory.py`, because it needs a loaded model.
+    `memory_limit`, and what a step takes on a GPU, are measured in `engine/budget/working_memory.py`.
     """
     if settings.kv_cache_memory is not None:
         return settings.kv_cache_memory
-    return int(free_bytes(device) * settings.kv_cache_fraction)
+    return int(accelerator_of(device).free_bytes() * (settings.kv_cache_fraction or HOST_FRACTION))
 
 
 _LEAST_STATES = 2
@@ -64,10 +67,3 @@ def device_sizes(layout: KVLayout, num_bytes: int, step: int) -> DeviceSizes:
             "more memory, or choose a smaller max_batch_tokens"
         )
     return DeviceSizes(num_blocks, slab, num_reserved)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return how many bytes can still be allocated on a device, within the container's limit."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_bytes()

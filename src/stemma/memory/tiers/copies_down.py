@@ -70,7 +70,7 @@ class CopiesDown:
         with self._allocating:
             if self._arena is None:
                 self._arena = StagingArena(
-                    self._num_slots, self._device.block_bytes, pin_memory=self._device.is_cuda
+                    self._num_slots, self._device.block_bytes, pin_memory=self._device.pins_memory
                 )
             return self._arena
 

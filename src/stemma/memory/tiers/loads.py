@@ -266,7 +266,7 @@ class LoadQueue:
     # -- worker threads ---------------------------------------------------------------------------
 
     def _run(self, name: str) -> None:
-        reader = ChunkReader(self._device.block_bytes, pin_memory=self._device.is_cuda)
+        reader = ChunkReader(self._device.block_bytes, pin_memory=self._device.pins_memory)
         while (task := self._tasks.get()[2]) is not None:
             try:
                 self._work(task, reader)

@@ -56,8 +56,8 @@ def open_tiers(
         )
     host = None
     if settings.host_cache is not None:
-        policy = make_policy(eviction)
-        host = HostStore(block_bytes, settings.host_cache, policy, time.monotonic, pin_memory=device.is_cuda)
+        policy, pins = make_policy(eviction), device.pins_memory
+        host = HostStore(block_bytes, settings.host_cache, policy, time.monotonic, pin_memory=pins)
     transfer = TierTransfer(
         device,
         host,

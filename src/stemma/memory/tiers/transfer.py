@@ -151,7 +151,7 @@ class TierTransfer(LowerTiers):
     @property
     def pins_memory(self) -> bool:
         """Whether memory that blocks are loaded from should be pinned."""
-        return self._device.is_cuda
+        return self._device.pins_memory
 
     def introduce(self, store: BlockStore) -> None:
         """Register our memory with a store that is about to be attached. May be slow; for any thread."""

@@ -52,7 +52,7 @@ class KeptKV:
     """Its name, for errors."""
     dtype: torch.dtype
     device: str
-    """``cpu`` or ``cuda``."""
+    """As torch names it, e.g. ``cpu``."""
     max_model_len: int
     context_size: int = 1
     """Ranks that the tokens of each block are divided over."""

@@ -10,7 +10,8 @@ Steps whose sequences share prefixes have their own recordings, valid for any gr
 groups from tensors, and work for absent groups ends at once.
 
 A step that can't be recorded (a model that branches on values, as loops over routed experts do) fails at the
-first try; graphs are then disabled, with a warning in the log.
+first try; graphs are then disabled, with a warning in the log. Where only memory ran out, this one bucket
+runs as usual from then on.
 """
 
 from __future__ import annotations
@@ -57,12 +58,15 @@ class CudaGraphRecorder:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream: Any = None
 
     def record(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Record the kernels that `run` starts; return what replays them."""
         graph = torch.cuda.CUDAGraph()
+        if self._stream is None:  # torch's own is that of whichever device recorded first in this process
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # Other threads may use CUDA to load blocks from lower tiers, so only this thread is restricted.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = run()
         self._pool = graph.pool()
 
@@ -168,6 +172,8 @@ class GraphDecoder:
         self._inputs: DecodeInputs | None = None
         self._recordings: dict[tuple[int, bool], Recording] = {}
         """By bucket, and whether prefixes are shared."""
+        self._left_out: set[int] = set()
+        """Buckets for whose recording there was no memory."""
         self.is_enabled = True
         """False once a step couldn't be recorded."""
 
@@ -187,7 +193,7 @@ class GraphDecoder:
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the batch's KV and return logits [L, vocab]."""
         bucket = self._bucket(batch)
-        if bucket is None:
+        if bucket is None or bucket in self._left_out:
             return self._eager.forward(batch, kv)
         inputs = self._inputs_for(kv)
         if batch.block_tables.shape[1] > inputs.max_blocks:
@@ -231,9 +237,23 @@ class GraphDecoder:
         try:
             replay = self._recorder.record(lambda: self._run(batch, step))
         except RuntimeError as error:
+            if lacks_memory(error):
+                self._left_out.add(bucket)
+                logger.warning(
+                    "no memory to record steps of %d sequences, which run as usual: %s", bucket, error
+                )
+                return logits
             self.is_enabled = False
             self._recordings.clear()
             logger.warning("decode steps of this model can't be recorded as CUDA graphs: %s", error)
         else:
             self._recordings[bucket, has_groups] = Recording(replay, step)
         return logits
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether memory ran out; the end of the recording may have failed after that, for that reason."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, torch.OutOfMemoryError):
+        found = found.__context__
+    return found is not None

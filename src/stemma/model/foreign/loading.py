@@ -69,7 +69,18 @@ def load_modules(
     with ForeignCode(f"can't run {type(model).__name__}"):
         if not model._can_set_attn_implementation():
             raise UnsupportedModel(f"{type(model).__name__} has no attention interface. {SUPPORTED}")
+        if device.type != "cpu" and cut is None:
+            group_experts(model)
         return model.to(device).eval().requires_grad_(False), weights
+
+
+def group_experts(model: Any) -> None:
+    """Compute the experts of a mixture, if it is one, in one grouped product.
+
+    One after the other, as on CPU, each would wait for the device, and no step could be recorded.
+    """
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm")
 
 
 def model_class(config: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, UnsupportedModel
+from stemma.memory.device.accelerator import CUDA, accelerator_of, resolve_device
 from stemma.model.attend.kept_kv import KeptKV
 from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cpu.packing import Packing
@@ -24,6 +25,7 @@ from stemma.model.files.fingerprint import model_fingerprint
 from stemma.model.files.generation import default_sampling, eos_token_ids
 from stemma.model.files.progress import Progress
 from stemma.model.foreign.vision import VisionEncoder, load_encoder
+from stemma.model.load.device_loading import load_on_device
 from stemma.model.load.fused_loading import fitting_layout, load_fused
 from stemma.model.load.job import Loaded, LoadJob
 from stemma.model.load.module_loading import load_by_modules
@@ -68,12 +70,13 @@ def load_model(
     described = describe_checkpoint(settings)
     config, longest = described.config, described.max_model_len
     device = resolve_device(settings.device)
+    accelerator = accelerator_of(device)
     if predicts and device.type != "cpu":
         raise ConfigError("speculation is mtp, which runs on CPU only; take another speculation, e.g. auto")
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     # Compiling takes five seconds, once per machine; hashing reads the same files.
-    with ThreadPoolExecutor(2) as beside:
+    with accelerator.scope(), ThreadPoolExecutor(2) as beside:
         compiling = beside.submit(load_kernels, settings.isa) if device.type == "cpu" else None
         is_first = group is None or group.share.rank == 0
         hashing = beside.submit(lambda: _fingerprint(settings, plan) if is_first else "")
@@ -94,7 +97,7 @@ def load_model(
     info = _information(described, load, loaded, encoder, fingerprint, abilities)
     model = _model(load, loaded, info, encoder)
     report("self-check", 0.0)
-    with loaded.checked():
+    with accelerator.scope(), loaded.checked():
         bits = None if packing is None else packing.fewest_bits
         check_served(model, loaded.reference, bits, same_bits=packing is not None)
     report("ready", 1.0)
@@ -123,8 +126,11 @@ def stated_kv(settings: ModelSettings, *, predicts: bool) -> KeptKV | None:
 def _load(load: LoadJob, vision: VisionConfig | None) -> tuple[Loaded, VisionEncoder | None]:
     """Return the decoder, and the vision encoder if the checkpoint has one.
 
-    Raises UnsupportedModel for one with an encoder whose decoder reads no images.
+    Raises UnsupportedModel for one with an encoder whose decoder reads no images, and for what the kernels
+    of `gpu_path` fused don't compute.
     """
+    if load.device.type == CUDA and load.settings.gpu_path == "fused":
+        return load_on_device(load, has_images=vision is not None), None
     is_own = load.group is None and not runs_remote_code(load.settings)
     packing, checkpoint = load.packing, load.checkpoint
     layout = fitting_layout(checkpoint) if packing is not None and is_own else None
@@ -166,7 +172,9 @@ def _information(
     packing, config = load.packing, described.config
     vocab_size = config.get_text_config().vocab_size
     numeric_path = (
-        load.device.type if packing is None else f"{packing.kernels.level}-{NUMERIC_VERSION}"
+        accelerator_of(load.device).numeric_path()
+        if packing is None
+        else f"{packing.kernels.level}-{NUMERIC_VERSION}"
     ) + loaded.computed_by
     return ModelInfo(
         architecture=loaded.architecture if encoder is None else encoder.config.family.architecture,
@@ -220,16 +228,3 @@ def _rounding(
             "take inputs"
         )
     return round_to_nearest(8 if settings.quantize == "int8" else 4, settings.quantize_group_size)
-
-
-def resolve_device(name: str) -> torch.device:
-    """Turn a setting into a device; `auto` is CUDA if there is one. Raises ConfigError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}; use auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch finds no CUDA device; use cpu")
-    return device

@@ -11,9 +11,10 @@ import torch
 import transformers
 
 from stemma.foreign_code import ForeignCode
+from stemma.memory.device.accelerator import CUDA
 from stemma.model.attend.attention import AttentionCall
 from stemma.model.cpu.weight_memory import weights_together
-from stemma.model.cuda.execution import make_cuda_decoder
+from stemma.model.cuda.execution import make_cuda_decoder, triton_version
 from stemma.model.families.cuts import Cuts
 from stemma.model.files.directory import weight_files
 from stemma.model.foreign.attention import use_paged_attention
@@ -84,8 +85,14 @@ def load_by_modules(load: LoadJob) -> Loaded:
         weights.num_codes,
         reference,
         checked if reference is not None else nullcontext,
-        f":torch-{torch.__version__}:transformers-{transformers.__version__}",
+        _computed_by(load),
     )
+
+
+def _computed_by(load: LoadJob) -> str:
+    """Return whose products and sums these are; beside the host attention may be a kernel of Triton's."""
+    versions = f":torch-{torch.__version__}:transformers-{transformers.__version__}"
+    return versions if load.device.type == "cpu" else f":modules{versions}:{triton_version()}"
 
 
 def _cut_of(load: LoadJob, cuts: Cuts) -> RankPart:
@@ -142,7 +149,7 @@ def _decoder(
         pack_modules(hf_model, weights, packing, report)
     if group is not None and group.share.context_size > 1:
         return ContextDecoder(hf_model, weights, packing, group)
-    if load.device.type == "cuda" and not any(call.sinks is not None for call in calls):
+    if load.device.type == CUDA and not any(call.sinks is not None for call in calls):
         # Triton's kernels know no sinks.
         use_graphs = load.settings.cuda_graphs and group is None
         return make_cuda_decoder(hf_model, load.device, max_context=load.max_model_len, use_graphs=use_graphs)

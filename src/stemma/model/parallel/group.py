@@ -44,7 +44,7 @@ class RankGroup:
     """All ranks of a model, from one of them. Its methods are collective: each rank calls them in turn.
 
     Those that divide the model are one group, those that divide the tokens another. On CPU the ranks talk by
-    gloo, over loopback. On CUDA by NCCL: written, never run.
+    gloo, over loopback. Elsewhere by NCCL: written, never run.
     """
 
     def __init__(self, share: Share, meeting_file: Path, device_type: str) -> None:
@@ -62,7 +62,7 @@ class RankGroup:
             self._token_group = self._meet(meeting, share.context_rank, share.context_size, device_type)
 
     def _meet(self, store: PrefixStore, rank: int, size: int, device_type: str) -> Any:
-        if device_type == "cuda":
+        if device_type != "cpu":
             nccl: Any = dist.ProcessGroupNCCL
             options = nccl.Options()
             options._timeout = self._timeout  # noqa: SLF001 - torch has no public name

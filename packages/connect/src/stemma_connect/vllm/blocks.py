@@ -16,6 +16,7 @@ import torch
 from typing_extensions import override
 
 from stemma.errors import ConfigError
+from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.copy import BlockCopy
 from stemma.native.copying import Numbers, copy_runs_function
 
@@ -53,14 +54,14 @@ class VllmBlocks(BlockCopy):
         self._offsets = [0, *itertools.accumulate(sizes)]
         self.block_bytes = self._offsets[-1]
         self.num_blocks = num_blocks
-        device = self._parts[0].device
-        self.is_cuda = device.type == "cuda"
+        self._accelerator = accelerator_of(self._parts[0].device)
+        self.pins_memory = self._accelerator.pins_memory
         self._copy_runs = copy_runs_function()
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="stemma-copy")
         self._starts = np.array([part.data_ptr() for part in self._parts], np.int64)
         self._strides = np.array([part.stride(0) for part in self._parts], np.int64)
         self._sizes = np.array(sizes, np.int64)
-        self._stream = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = self._accelerator.stream()
         runs = [(len(list(group)), shape) for shape, group in itertools.groupby(described)]
         self.layout = "; ".join(f"{count} x {' '.join(map(str, shape))}" for count, shape in runs)
         """A text that differs between any two layouts whose bytes aren't interchangeable: per run of equal
@@ -73,8 +74,8 @@ class VllmBlocks(BlockCopy):
             self._copy_runs(there, here, sizes)
             return
         # The step that wrote the blocks was launched on vLLM's stream and may still run.
-        self._stream.wait_stream(torch.cuda.current_stream(self._parts[0].device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_event(self._accelerator.marked())
+        with self._accelerator.queued_in(self._stream):
             for block_id, target in zip(block_ids, into, strict=True):
                 for device_part, start in zip(self._parts, self._offsets, strict=False):
                     row = device_part[block_id]
@@ -85,7 +86,7 @@ class VllmBlocks(BlockCopy):
     def into(
         self, block_ids: Sequence[int], sources: Sequence[torch.Tensor], *, beside_reads: bool = False
     ) -> None:
-        if not self.is_cuda:
+        if self._accelerator.is_host:
             here, there, sizes = self._runs(block_ids, sources)
             is_much = len(block_ids) * self.block_bytes >= _PARALLEL_BYTES and (os.cpu_count() or 1) > 1
             half = 0 if beside_reads or not is_much else len(here) // 2
@@ -96,8 +97,8 @@ class VllmBlocks(BlockCopy):
             if helped is not None:
                 helped.result()
             return
-        upload = torch.cuda.Stream(self._parts[0].device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(upload):
+        upload = self._accelerator.stream()
+        with self._accelerator.queued_in(upload):
             for block_id, source in zip(block_ids, sources, strict=True):
                 for device_part, start in zip(self._parts, self._offsets, strict=False):
                     row = device_part[block_id]

@@ -58,7 +58,7 @@ class WorkerSide:
         self._block_size = space.block_size
         self._block_bytes = blocks.block_bytes
         # On CUDA a step has only been launched when its time is taken.
-        self._measures = not blocks.is_cuda
+        self._measures = not blocks.pins_memory
         self._clock = clock
         self._loading: list[_Loading] = []
         self._failed: set[int] = set()

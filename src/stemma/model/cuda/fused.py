@@ -1,0 +1,137 @@
+"""Decoders of a family's layout on a device: some nine launches a layer, and bits that no batch changes.
+
+It takes the layout and named weights that `cpu/fused.py` takes, so each family with a layout comes at once.
+Nothing here waits for the device or depends on numbers that only it knows: a step can be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.cuda.latent import LatentAttention
+from stemma.model.cuda.layers import (
+    Attention,
+    GatedMLP,
+    HeadAttention,
+    LayerStep,
+    OnDevice,
+    RowNorm,
+    angle_table,
+)
+from stemma.model.cuda.mixture import ExpertMLP
+from stemma.model.cuda.products import Weight
+from stemma.model.families import layout
+from stemma.model.weights.named import NamedWeights
+
+ORDER = 1
+"""Number of the order of sums; raised where it changes, so that no KV of another is taken for this one's."""
+
+
+def refusal_of(model: layout.ModelLayout) -> str | None:
+    """Return what of a layout isn't computed here; None: all is."""
+    if any(layer.recurrent is not None for layer in model.layers):
+        return "recurrent layers"
+    if isinstance(model.heads, layout.GroupedHeads) and model.heads.axes:
+        return "positions along three axes, as behind a vision encoder"
+    if any(layer.has_gates for layer in model.layers):
+        return "gates of what is attended"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLayer:
+    """One layer."""
+
+    input_norm: RowNorm
+    attention: Attention
+    output: Weight
+    out_norms: tuple[RowNorm | None, RowNorm | None]
+    post_norm: RowNorm
+    mlp: GatedMLP | ExpertMLP
+
+
+class LayoutDecoder:
+    """Runs the layers of a layout over what a step attends with."""
+
+    def __init__(
+        self,
+        model: layout.ModelLayout,
+        weights: NamedWeights,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_positions: int,
+        report: Callable[[float], None] = lambda _share: None,
+    ) -> None:
+        """Bring all weights to the device; `report` gets the share done, 0..1."""
+        self._model, load = model, OnDevice(weights, dtype, device)
+        angles = angle_table(model.angles, max_positions, dtype, device)
+        local = angles
+        if model.local_angles is not None:
+            local = angle_table(model.local_angles, max_positions, dtype, device)
+        self._layers: list[DeviceLayer] = []
+        for number, layer in enumerate(model.layers):
+            report(number / len(model.layers))
+            self._layers.append(
+                _device_layer(number, layer, model.heads, local if layer.is_local else angles, load)
+            )
+        self._norm = load.norm(model.norm)
+        self._embedding = load.tensor(model.embedding.weight)
+        head, bias = load.linears(model.head or model.embedding)
+        is_shared = model.head is None and isinstance(head, torch.Tensor)
+        self._head = Weight(self._embedding if is_shared else head, bias)
+        self._embedding_scale = model.embedding_scale
+        if model.rounds_embedding_scale:
+            self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()
+
+    def states(self, batch: ForwardBatch, step: LayerStep) -> torch.Tensor:
+        """Write the batch's KV; return the states [T, H] behind the last norm."""
+        residual, delta, delta_norm = self._embed(batch), None, None
+        scale = self._model.residual_scale
+        for layer in self._layers:
+            normed = layer.input_norm.residual(residual, delta, delta_norm, scale)
+            attended = layer.attention(normed, batch.positions, step)
+            attended_norm, mlp_norm = layer.out_norms
+            normed = layer.post_norm.residual(residual, layer.output(attended), attended_norm, scale)
+            delta, delta_norm = layer.mlp(normed), mlp_norm
+        return self._norm.residual(residual, delta, delta_norm, scale)
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits [L, vocab] of states behind the last norm, [L, H]."""
+        if len(states) == 0:
+            return states.new_empty(0, self._head.outputs)
+        logits, divisor = self._head(states).join(), self._model.logits_divisor
+        return logits if divisor == 1.0 else logits / divisor
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        embedded = self._embedding.index_select(0, batch.token_ids)
+        return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
+
+
+def _device_layer(
+    number: int,
+    layer: layout.Layer,
+    heads: layout.GroupedHeads | layout.LatentHeads,
+    angles: torch.Tensor,
+    load: OnDevice,
+) -> DeviceLayer:
+    attention: Attention
+    if isinstance(heads, layout.LatentHeads):
+        attention = LatentAttention(number, layer, heads, angles, load)
+    else:
+        attention = HeadAttention(number, layer, heads, angles, load)
+    attended_norm = mlp_norm = None
+    if layer.out_norms is not None:
+        attended_norm, mlp_norm = (load.norm(norm) for norm in layer.out_norms)
+    return DeviceLayer(
+        input_norm=load.norm(layer.input_norm),
+        attention=attention,
+        output=load.product(layer.output),
+        out_norms=(attended_norm, mlp_norm),
+        post_norm=load.norm(layer.post_norm),
+        mlp=GatedMLP(layer.mlp, load) if isinstance(layer.mlp, layout.Gated) else ExpertMLP(layer.mlp, load),
+    )

@@ -1,0 +1,53 @@
+"""A fused decoder as what is recorded: its layers, over a list in device memory, and its head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.cuda.fused import LayoutDecoder
+from stemma.model.cuda.graphs import CudaGraphRecorder
+from stemma.model.cuda.layers import LayerStep
+from stemma.model.cuda.listed_attention import ListedAttentionStep, PieceRoom
+from stemma.model.cuda.recorded_steps import RecordedDecoder
+from stemma.model.families.layout import ModelLayout
+from stemma.model.lora.adapter import Adapter, LinearShape
+from stemma.model.weights.named import NamedWeights
+
+
+class FusedModel:
+    """A layout's layers and head."""
+
+    def __init__(self, decoder: LayoutDecoder) -> None:
+        self._decoder = decoder
+        self.head = decoder.head
+
+    def states(self, batch: ForwardBatch, step: ListedAttentionStep) -> torch.Tensor:
+        """Write the batch's KV; return the hidden states [T, H] behind the final norm."""
+        return self._decoder.states(batch, LayerStep(step, step.kv))
+
+    def adaptable(self) -> Mapping[str, LinearShape]:
+        """Return that no adapter may add to anything."""
+        return {}
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """Never called: nothing is adaptable."""
+        raise AssertionError(f"adapter {adapter.name}")
+
+
+def make_fused_decoder(
+    layout: ModelLayout,
+    weights: NamedWeights,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_positions: int,
+    records: bool,
+    report: Callable[[float], None],
+) -> RecordedDecoder:
+    """Bring all weights to the device and return what runs them; `report` gets the share done, 0..1."""
+    decoder = LayoutDecoder(layout, weights, dtype, device, max_positions=max_positions, report=report)
+    recorder = CudaGraphRecorder() if records else None
+    return RecordedDecoder(FusedModel(decoder), PieceRoom.on(device), recorder)

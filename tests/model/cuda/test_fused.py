@@ -1,0 +1,152 @@
+"""A layout's fused decoder in Triton's interpreter: transformers' logits, and bits that no batch changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the optional extra `cuda` is not installed")
+
+from tests import checkpoints
+from tests.model.cuda.rerun_recorder import FakeRecorder
+from tests.model.cuda.row_attention import RowReader
+from tests.model.paging import PagedSequences, plain_logits
+from tests.quantized_files import gptq, rewrite
+
+from stemma.config.settings import ModelSettings
+from stemma.memory.device.kv import DeviceKV
+from stemma.model.attend.batch import ForwardBatch
+from stemma.model.cpu.heads import kv_shape_of
+from stemma.model.cuda.fused import LayoutDecoder
+from stemma.model.cuda.fused_steps import FusedModel
+from stemma.model.cuda.layers import LayerStep
+from stemma.model.cuda.listed_attention import PieceRoom
+from stemma.model.cuda.recorded_steps import RecordedDecoder
+from stemma.model.load.fused_loading import fitting_layout, named_weights
+from stemma.model.opened.causal_lm import CausalLM, ModelInfo
+from stemma.model.opened.checkpoint import open_checkpoint
+from stemma.model.opened.checkpoint_config import describe_checkpoint
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"""The interpreter takes a few milliseconds for each head of each token."""
+
+
+class RowSteps:
+    """A `Decoder` whose attention is one row at a time, in torch, which is quicker than the interpreter."""
+
+    def __init__(self, decoder: LayoutDecoder) -> None:
+        self._decoder = decoder
+
+    def adaptable(self) -> dict[str, Any]:
+        return {}
+
+    def prepare_adapter(self, adapter: object) -> object:
+        raise AssertionError(adapter)
+
+    def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
+        states = self._decoder.states(batch, LayerStep(RowReader(batch, kv), kv))
+        return self._decoder.head(states.index_select(0, batch.logits_rows))
+
+
+def fused(
+    path: Path, dtype: torch.dtype = torch.float32, steps: Callable[[LayoutDecoder], Any] = RowSteps
+) -> CausalLM:
+    """The model of `path` with the fused decoder."""
+    settings = ModelSettings.model_validate({"path": path, "dtype": str(dtype).removeprefix("torch.")})
+    checkpoint = open_checkpoint(settings, describe_checkpoint(settings).config)
+    layout = fitting_layout(checkpoint)
+    assert layout is not None
+    decoder = LayoutDecoder(layout, named_weights(checkpoint), dtype, CPU, max_positions=64)
+    info = ModelInfo("", layout.embedding.outputs, 64, (), {}, "", 0)
+    return CausalLM(steps(decoder), info, kv_shape_of(layout), CPU, dtype)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "smollm3": {},
+    "gemma3": {"sliding_window": 2},
+    "qwen3-moe": {"num_hidden_layers": 1},
+    "gpt-oss": {"sliding_window": 2},
+    "deepseek-v2": {"num_key_value_heads": 2, "kv_lora_rank": 32, "mlp_bias": True},
+    "deepseek-v3": {"num_key_value_heads": 2, "num_hidden_layers": 2},
+}
+"""What each adds: biases and a tied head, norms of heads, layers that don't rotate, four norms and windows,
+experts, sinks, latents in two ways."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[pytest.mark.slow] * (f in ("qwen3", "deepseek-v2"))) for f in FAMILIES],
+)
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    path = checkpoints.build(family, tmp_path, **SMALL | FAMILIES[family])
+    tokens = list(range(5, 10))
+    run = PagedSequences(fused(path), [tokens])
+    run.step([(0, 3)])
+    run.step([(0, 2)])
+    torch.testing.assert_close(run.logits[0], plain_logits(path, tokens), atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3-moe", "deepseek-v3"))]
+)
+def test_no_batch_changes_a_rows_bits(family: str, tmp_path: Path) -> None:
+    """Whole, in chunks, behind another's blocks, decoded, moved beside other rows; in bfloat16."""
+    fields = SMALL | FAMILIES.get(family, {}) | {"num_hidden_layers": 1, "hidden_size": 128}
+    if family == "deepseek-v3":
+        fields["first_k_dense_replace"] = 0
+    model = fused(checkpoints.build(family, tmp_path, **fields), torch.bfloat16)
+    tokens, other = list(range(5, 10)), list(range(40, 44))
+    whole = PagedSequences(model, [tokens])
+    whole.step([(0, 5)])
+    run = PagedSequences(model, [tokens, other, tokens])
+    run.step([(1, 2), (0, 3)])
+    run.reuse(0, 2, 3)
+    run.step([(2, 1), (1, 2), (0, 2)])
+    run.step([(2, 1)])
+    assert torch.equal(run.logits[0], whole.logits[0])
+    assert torch.equal(run.logits[2], whole.logits[0])
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
+def test_quantized_weights_are_multiplied_as_codes(family: str, tmp_path: Path) -> None:
+    fields = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+    twin = rewrite(tmp_path, gptq(4, 32, zero=True), {"quantization_config": fields}, family=family)
+    tokens = [5, 6, 7]
+    run = PagedSequences(fused(twin.quantized), [tokens])
+    run.step([(0, 3)])
+    torch.testing.assert_close(run.logits[0], plain_logits(twin.plain, tokens), atol=2e-4, rtol=1e-3)
+
+
+def test_steps_attend_by_the_list(tmp_path: Path) -> None:
+    """The whole of it: chunk and decodes through the kernels that a card records, equal to the bit."""
+    path = checkpoints.build("qwen2", tmp_path, **SMALL)
+    recorder = FakeRecorder()
+    model = fused(path, steps=lambda decoder: RecordedDecoder(FusedModel(decoder), PieceRoom(1), recorder))
+    tokens = list(range(5, 10))
+    run = PagedSequences(model, [tokens, tokens[:3]])
+    run.step([(0, 4), (1, 1)])
+    run.step([(1, 2), (0, 1)])
+    assert recorder.num_recorded == 2
+    torch.testing.assert_close(run.logits[0], plain_logits(path, tokens), atol=2e-4, rtol=1e-3)
+    assert torch.equal(run.logits[1], run.logits[0][:3])
+
+
+def test_rows_that_want_no_logits_get_none(tmp_path: Path) -> None:
+    path = checkpoints.build("qwen2", tmp_path, **SMALL)
+    model = fused(path)
+    run = PagedSequences(model, [[5, 6, 7]])
+    assert run.step([(0, 2)], wanted=[]).shape == (0, model.vocab_size)
+    last = run.step([(0, 1)], wanted=[0])
+    torch.testing.assert_close(last, plain_logits(path, [5, 6, 7])[2:], atol=2e-4, rtol=1e-3)
