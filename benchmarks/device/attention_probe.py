@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -156,15 +157,17 @@ def timed(name: str, heads: Heads, device: torch.device) -> Iterator[dict[str, o
         tensors = StepTensors.of(batch, device)
         today = TritonAttentionStep(tensors, probe.kv, batch=batch, num_multiprocessors=multiprocessors)
         us = {
-            way: round(1e6 * min(replay(recording)[0] for _ in range(10)), 1)
-            for way, recording in (
-                ("listed_us", record(lambda: listed.attend(probe.call, query, new, new))),
-                ("today_us", record(lambda: today.attend(probe.call, query, new, new))),
-            )
+            way: _us(partial(step.attend, probe.call, query, new, new))
+            for way, step in (("listed_us", listed), ("today_us", today))
         }
         keys = sum(min(length, heads.window or length) for length, _ in sequences)
         read = keys * 4 * heads.num_kv_heads * heads.head_dim
         yield {"shape": name, "step": what, **us, "listed_gb_s": round(read / us["listed_us"] / 1e3)}
+
+
+def _us(attend: Callable[[], object]) -> float:
+    recording = record(attend)
+    return round(1e6 * min(replay(recording)[0] for _ in range(10)), 1)
 
 
 def main() -> None:

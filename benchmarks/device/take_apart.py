@@ -2,8 +2,9 @@
 
 The card's limits at the model's own shapes, the price of a launch, and for decode, a prefix hit and
 prefill: wall time, host time, time of all kernels, their number, and those that take most. Then whether
-bits agree: one prompt whole, in chunks, behind its cached prefix, decoded, beside others. `--device cpu
---shapes tiny` is a dry run of the script itself: its figures mean nothing.
+bits agree: one prompt whole, in chunks, behind its cached prefix, decoded, beside others. `--path`: today's
+modules; `listed`, the same modules by recordings of any step; `fused`, layers of ours by these recordings.
+`--device cpu --shapes tiny` is a dry run of the script itself: its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,16 @@ from pathlib import Path
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
+from benchmarks.device.headless import HeadlessModules
 from benchmarks.device.recorded import record, replay
 from benchmarks.gpu import SHAPES, Bench, Shape, Timer
+from stemma.model.cuda.fused import LayoutDecoder
+from stemma.model.cuda.fused_steps import FusedModel
+from stemma.model.cuda.graphs import CudaGraphRecorder
+from stemma.model.cuda.listed_attention import PieceRoom
+from stemma.model.cuda.recorded_steps import RecordedDecoder
+from stemma.model.families.registry import family_of
+from stemma.model.weights.named import NamedWeights
 
 _PRODUCTS = {
     "qkv": (6144, 4096),
@@ -161,16 +170,20 @@ class TakenApart:
         top = [f"{us / 1e3:.2f} ms x{counts[name]} {name}" for name, us in times.most_common(8)]
         return {"kernels": counts.total(), "kernel_ms": round(times.total() / 1e3, 3), "top": top}
 
-    def model(self, name: str, shape: Shape) -> None:
+    def model(self, name: str, shape: Shape, path: str) -> None:
         """Take the steps of one model apart, and ask for its bits."""
         start = time.perf_counter()
         bench = Bench(shape, self._device, self._timer, use_graphs=True)
         self._say(f"{name}: made in s", round(time.perf_counter() - start, 1))
-        steps = [(f"decode {n} x {c}", [1] * n, [c] * n) for n, c in shape.decodes]
-        cached = (shape.cached, 32) if self._is_cuda else (96, 8)
-        steps.append((f"{cached[0]} cached + {cached[1]}", [cached[1]], [cached[0]]))
-        steps += [(f"prompt of {n}", [n], [n]) for n in sorted({min(2048, shape.prefill), shape.prefill})]
-        for what, queries, contexts in steps:
+        name = f"{name} {path}"
+        if path != "modules":
+            start = time.perf_counter()
+            decoder = bench.model.decoder = recorded_decoder(bench, path)
+            if self._is_cuda:
+                decoder.warm_up(bench.kv, lambda _share: None)
+            seconds = round(time.perf_counter() - start, 1)
+            self._say(f"{name}: s to bring and record; recordings", [seconds, len(decoder.recorded)])
+        for what, queries, contexts in _steps(shape, is_cuda=self._is_cuda):
             work = partial(bench.model.forward, bench.batch(queries, contexts), bench.kv)
             start = time.perf_counter()
             work()
@@ -181,6 +194,36 @@ class TakenApart:
             self._say(f"{name}: {way}", found)
         if self._is_cuda:
             self._say(f"{name}: peak memory GB", round(torch.cuda.max_memory_allocated() / 1e9, 1))
+
+
+def _steps(shape: Shape, *, is_cuda: bool) -> list[tuple[str, list[int], list[int]]]:
+    """Return steps: a name, numbers of queries, and of tokens with them. Most telling first."""
+    cached = (shape.cached, 32) if is_cuda else (96, 8)
+    num, context = shape.decodes[-1]
+    steps = [(f"{cached[0]} cached + {cached[1]}", [cached[1]], [cached[0]])]
+    steps += [(f"decode {n} x {c}", [1] * n, [c] * n) for n, c in shape.decodes]
+    rows = 64 if is_cuda else 8
+    mixed = f"decode {num} x {context} beside {rows} rows of a prompt"
+    steps.append((mixed, [*[1] * num, rows], [*[context] * num, context]))
+    return steps + [(f"prompt of {n}", [n], [n]) for n in sorted({min(2048, shape.prefill), shape.prefill})]
+
+
+def recorded_decoder(bench: Bench, path: str) -> RecordedDecoder:
+    """Return what runs the bench's model by recordings of any step: its modules, or a fused decoder."""
+    device = bench.model.device
+    is_cuda = device.type == "cuda"
+    recorder = CudaGraphRecorder() if is_cuda else None
+    room = PieceRoom.on(device) if is_cuda else PieceRoom(1, 64)
+    if path == "listed":
+        return RecordedDecoder(HeadlessModules(bench.hf), room, recorder)
+    family = family_of("llama")
+    assert family is not None
+    assert family.layout is not None
+    layout = family.layout(bench.hf.config, 2 * bench.shape.cached)
+    assert layout is not None
+    weights = NamedWeights(bench.hf.state_dict(), torch.bfloat16, lambda _name, _numbers: None)
+    fused = LayoutDecoder(layout, weights, torch.bfloat16, device, max_positions=2 * bench.shape.cached)
+    return RecordedDecoder(FusedModel(fused), room, recorder)
 
 
 class Bits:
@@ -203,7 +246,9 @@ class Bits:
             "chunks of a quarter": lambda: self._chunks(count // 4),
             "cached, 32 new": lambda: self._span(count - 32, count),
             "cached, 1 new": lambda: self._span(count - 1, count),
-            "decoded beside 7": lambda: self._beside(8),
+            "decoded beside 7": lambda: self._beside([1] * 7),
+            "decoded beside 31": lambda: self._beside([1] * 31),
+            "decoded beside chunks of 5 and a third": lambda: self._beside([5, count // 3]),
         }
         for way, make in ways.items():
             yield f"bits, {way}", _compared(make(), cold)
@@ -221,8 +266,9 @@ class Bits:
             last = self._span(end - size, end)
         return last
 
-    def _beside(self, num_seqs: int) -> torch.Tensor:
-        batch = self._bench.batch([1] * num_seqs, [self._num_tokens] * num_seqs)
+    def _beside(self, queries: list[int]) -> torch.Tensor:
+        """Decode the last token in a step with other sequences."""
+        batch = self._bench.batch([1, *queries], [self._num_tokens] * (1 + len(queries)))
         batch.token_ids[0] = self._tokens[-1]
         batch.block_tables[0] = self._whole.block_tables[0]
         batch.slots[0] = self._whole.slots[-1]
@@ -243,6 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", nargs="+", default=["0.5b", "8b"], choices=SHAPES)
+    parser.add_argument("--path", default="modules", choices=["modules", "listed", "fused"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -250,10 +297,11 @@ def main() -> None:
     device = torch.device(given.device)
     apart = TakenApart(device, Timer(device, given.rounds), Report(given.json))
     apart.card("before")
-    apart.limits()
-    apart.prices()
+    if given.path == "modules":
+        apart.limits()
+        apart.prices()
     for name in given.shapes:
-        apart.model(name, SHAPES[name])
+        apart.model(name, SHAPES[name], given.path)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     apart.card("after")
