@@ -38,7 +38,7 @@ from stemma.engine.sampling.state import SamplingState
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache
-from stemma.memory.device.accelerator import Accelerator, accelerator_of
+from stemma.memory.device.accelerator import accelerator_of
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.native.process_memory import available_bytes
 from stemma.prefix.eviction.policy import Conclusion
@@ -120,8 +120,8 @@ class Engine:
         self._preparation: Preparation | None = None
         block_bytes = runner.kv.layout.block_bytes
         self._returns = ReturnLoads(cache, load_ahead_bandwidth, block_bytes, clock)
-        self._num_arrived = 0
-        self._num_touched_ahead = _touched_ahead_bytes() // block_bytes
+        self._num_arrived, self._num_touched_ahead = 0, _touched_ahead_bytes() // block_bytes
+        self._device = accelerator_of(runner.kv.device)
         self._on_launch: Callable[[bool], None] = lambda _: None
 
     def tell_launches(self, on_launch: Callable[[bool], None]) -> None:
@@ -130,10 +130,6 @@ class Engine:
         It is told whether the step is pure decode, and may be called again in the same step.
         """
         self._on_launch = self.runner.on_launch = on_launch
-
-    @property
-    def _device(self) -> Accelerator:
-        return accelerator_of(self.runner.kv.device)
 
     @property
     def has_work(self) -> bool:
@@ -232,12 +228,11 @@ class Engine:
         """
         if self._heap_guard is not None:
             self._heap_guard.check()
-        device = self._device
-        with device.scope():
+        with self._device.scope():
             try:
                 news = self._step_in_turn() if self._ahead is None else self._step_ahead(self._ahead)
             except Exception as error:
-                device.require_alive(error)
+                self._device.require_alive(error)
                 raise
         return [one for one in news if not one.state.request.is_preparation]
 
