@@ -23,9 +23,11 @@ from stemma.engine.async_engine import AsyncEngine
 from stemma.model.files.tiny import write_tiny_model
 from stemma.server.app import create_app
 from stemma.server.observe.tier_metrics import tier_metrics
+from stemma_router.models.front import make_front
+from stemma_router.models.loaded import Models, Server
 from stemma_router.replicas.metrics import gathered
 from stemma_router.routing.fleet import create_fleet_app
-from stemma_router.routing.relay import RouteOptions
+from stemma_router.routing.relay import Relay, RouteOptions, relay_client
 from stemma_router.routing.route import create_route_app
 from stemma_router.routing.server_list import FleetServer
 
@@ -37,8 +39,9 @@ Names with `tier_` are there if there is a tier below the device, those with `le
 What to ask them: [observability](../how-to/observability.md#metrics).
 """
 _SECTIONS = (
-    ("Stemma's names", "stemma_", ("stemma_route_", "stemma_replica_")),
+    ("Stemma's names", "stemma_", ("stemma_route_", "stemma_replica_", "stemma_models_")),
     ("The router's", "stemma_route_", " "),
+    ("Of several models behind one address", "stemma_models_", " "),
     ("Of replicas on Ray Serve", "stemma_replica_", " "),
     ("vLLM's names (`--metric-aliases vllm`, the default)", "vllm:", " "),
     ("MindIE's names (`--metric-aliases mindie`, and with its dialect)", "", ("stemma_", "vllm:")),
@@ -98,6 +101,10 @@ async def _server_families(folder: Path) -> list[Metric]:
         engine.close()
 
 
+def _never() -> Server:
+    raise AssertionError("nobody asks for a model")
+
+
 def _of_transfers(stats: EngineStats) -> Iterable[Metric]:
     """Return the tiers' metrics with those that a short run on one rank has no values for."""
     assert stats.transfer is not None
@@ -111,6 +118,7 @@ async def _router_families() -> list[Metric]:
         for app in (
             create_fleet_app([FleetServer(_SERVER_URL, events="tcp://127.0.0.1:1")], options=options),
             create_route_app([_SERVER_URL], ["http://localhost:7002"], options=options),
+            make_front(Models({"a": _never}, max_loaded=1), {}, Relay(relay_client(), options), options),
         )
         for family in await _families(app, ())
     ] + list(text_string_to_metric_families(gathered([], "1", {"1": None}).decode()))

@@ -139,7 +139,7 @@ def test_names_and_flags_of_each_model() -> None:
         "--log-requests",
         "--served-name=q",
         "--host=127.0.0.1",
-        "--kv-cache-fraction=0.25",
+        "--kv-cache-fraction=0.25",  # half of it on a CPU
         "--disk-cache-size=2500000000",
     ]
     with pytest.raises(ConfigError, match="--memory-limit is for one model"):

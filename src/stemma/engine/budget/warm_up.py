@@ -6,7 +6,8 @@ Without them a client waits for each, and what a step is thought to cost is wron
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -24,11 +25,20 @@ _LEAST_CHUNK = 16
 STAGE = "warming up"
 
 
+@runtime_checkable
+class _Records(Protocol):
+    """A decoder that records steps by buckets of its own."""
+
+    def warm_up(self, kv: DeviceKV, progress: Callable[[float], None]) -> None: ...
+
+
 def warm_up(model: CausalLM, kv: DeviceKV, settings: EngineSettings, progress: Progress | None) -> None:
     """Run steps of each size twice (the second one replays, if the first was recorded), largest first.
 
     They write into `kv`, which nobody uses yet.
     """
+    if isinstance(model.decoder, _Records):
+        model.decoder.warm_up(kv, lambda share: progress(STAGE, share) if progress else None)
     most_tokens = settings.scheduler.max_batch_tokens
     most_seqs = min(settings.scheduler.max_num_seqs or _MOST_SEQUENCES, most_tokens)
     shapes = list(step_shapes(kv, model.max_model_len, most_tokens, most_seqs))

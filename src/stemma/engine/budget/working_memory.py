@@ -20,6 +20,7 @@ from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
 from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
+from stemma.memory.device.sizing import CARD_FRACTION
 from stemma.memory.tiers.reserved import planned_bytes
 from stemma.model.attend.batch import ForwardBatch, PageTables, StateMoves
 from stemma.model.cpu.weights import PREPARED_BYTES
@@ -28,8 +29,6 @@ from stemma.native.process_memory import large_blocks_apart, resident_bytes, tri
 
 _STEPS_RESERVED = 2.0
 """Factor on the measured step: steps of many sizes fragment the heap."""
-_CARD_FRACTION = 0.9
-"""Of a card, where none is named: the rest is for recordings, and for what libraries ask for later."""
 _SEATS = 64
 """Running sequences where the settings name no number: each takes a row of logits, and KV what is left."""
 _MAX_DRAFT_TOKENS = 32
@@ -80,7 +79,7 @@ def measured_kv_bytes(model: CausalLM, settings: EngineSettings) -> int:
             "max_batch_tokens smaller"
         ) from error
     total, free = accelerator.total_bytes(), accelerator.free_bytes()
-    share = int(total * (cache.kv_cache_fraction or _CARD_FRACTION))
+    share = int(total * (cache.kv_cache_fraction or CARD_FRACTION))
     if (kv_bytes := share - (total - free) - step) <= 0:
         raise ConfigError(
             f"{format_size(share)} of {model.device} may be used, but {format_size(total - free)} are taken "

@@ -14,6 +14,8 @@ from stemma.memory.device.layout import KVLayout
 
 HOST_FRACTION = 0.5
 """Share of the free memory that KV takes where none is named."""
+CARD_FRACTION = 0.9
+"""Of a card, where none is named: the rest is for recordings, and for what libraries ask for later."""
 
 
 def device_bytes(settings: CacheSettings, device: torch.device) -> int:

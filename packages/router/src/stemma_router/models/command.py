@@ -12,7 +12,7 @@ from rich.console import Console
 from stemma.cli.server_process import ServerProcess
 from stemma.config.durations import parse_duration
 from stemma.config.loading import flag_of, setting_fields
-from stemma.config.settings import Settings
+from stemma.config.settings import EngineSettings, Settings
 from stemma.errors import ConfigError
 from stemma_router.models.loaded import Models
 
@@ -102,12 +102,10 @@ def child_flags(
             raise ConfigError(
                 f"{flag_of(flag)} is for one model: several servers can't share it; leave it out"
             )
-    cache, tiers = settings.engine.cache, settings.engine.tiers
-    own: dict[str, Any] = {
-        "served_name": name,
-        "host": "127.0.0.1",
-        "kv_cache_fraction": cache.kv_cache_fraction / min(max_loaded, num_models),
-    }
+    own: dict[str, Any] = {"served_name": name, "host": "127.0.0.1"}
+    if (num_loaded := min(max_loaded, num_models)) > 1:
+        own |= {"kv_cache_fraction": _memory_share(settings.engine) / num_loaded}
+    tiers = settings.engine.tiers
     if tiers.disk_cache is not None:
         own |= {"disk_cache": tiers.disk_cache / name.replace("/", "--")}
         own |= {"disk_cache_size": tiers.disk_cache_size // num_models}
@@ -116,6 +114,15 @@ def child_flags(
     for flag, value in {**kept, **own}.items():
         words += _written(flag_of(flag), value)
     return words
+
+
+def _memory_share(engine: EngineSettings) -> float:
+    """Return the share of memory that one model alone would have, by the device's own default."""
+    from stemma.memory.device.accelerator import resolve_device
+    from stemma.memory.device.sizing import CARD_FRACTION, HOST_FRACTION
+
+    is_host = resolve_device(engine.model.device).type == "cpu"
+    return engine.cache.kv_cache_fraction or (HOST_FRACTION if is_host else CARD_FRACTION)
 
 
 def _written(flag: str, value: Any) -> list[str]:
