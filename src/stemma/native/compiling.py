@@ -1,11 +1,13 @@
 """Compiles the C++ sources into one library: translation units side by side, then one link.
 
 What is in a unit, and why, stands in units.h. Each is a process of the compiler; all builds of this process
-together run no more of them than there are cores.
+together run no more of them than there are cores. A unit that is compiled is kept: the next build goes on
+with those of one that failed or was killed.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -20,7 +22,10 @@ from stemma.native.levels import Level
 from stemma.native.structures import LAYOUTS
 
 SOURCES = Path(__file__).parent
-UNITS = ("kernels", "attention_bf16", "attention_float", "products")
+UNITS = (
+    *("kernels", "products_bf16", "products_int8"),
+    *("attention_bf16", "products_float", "attention_float"),
+)
 """Names of the translation units' files, the longest first: so none is left alone at the end."""
 SCRATCH_PREFIX = "building-"
 """Prefix of folders that a build works in, beside its result."""
@@ -44,7 +49,8 @@ _TUNING = (
 """For GCC; other compilers don't know these flags."""
 BUILD_KEY = repr((_FLAGS, _TUNING, UNITS, LAYOUTS))
 """Differs where the same sources would make another library."""
-_PROCESS_TIMEOUT_S = 300.0
+MOST_CPU_S = 3600
+"""Of a process of the compiler, far above what a slow machine takes. A wall clock would bound a busy one."""
 _cores = threading.BoundedSemaphore(usable_cores())
 
 
@@ -67,25 +73,27 @@ class Compiler:
 
 
 def compile_library(
-    level: Level, compiler: Compiler, target: Path, on_unit: Callable[[], None] = lambda: None
+    level: Level,
+    compiler: Compiler,
+    target: Path | None,
+    kept: Path,
+    on_unit: Callable[[], None] = lambda: None,
 ) -> None:
     """Compile the library of `level` to `target`, which appears whole or not at all. Raises BuildFailed.
 
-    `on_unit` is called, by the calling thread, whenever a unit is compiled.
+    Units that the folder `kept` lacks are compiled into it, one by one; without `target` that is all.
+    `on_unit` is called, by the calling thread, for each unit that is there.
     """
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=SCRATCH_PREFIX) as name:
+    objects = {unit: kept / f"{unit}.o" for unit in UNITS}
+    with tempfile.TemporaryDirectory(dir=kept.parent, prefix=SCRATCH_PREFIX) as name:
         scratch = Path(name)
         (scratch / "layouts.h").write_text(LAYOUTS)
-        objects = [scratch / f"{unit}.o" for unit in UNITS]
-        compilation = _Processes(compiler.path)
+        compilation = _Processes(compiler.path, scratch)
+        flags = (*compiler.flags, *level.flags, f"-I{scratch}")
         with ThreadPoolExecutor(len(UNITS), "stemma-compile") as threads:
             runs = [
-                threads.submit(
-                    compilation.run,
-                    *(*compiler.flags, *level.flags, f"-I{scratch}", "-c", str(SOURCES / f"{unit}.cpp")),
-                    *("-o", str(made)),
-                )
-                for unit, made in zip(UNITS, objects, strict=True)
+                threads.submit(compilation.make, made, *flags, "-c", str(SOURCES / f"{unit}.cpp"))
+                for unit, made in objects.items()
             ]
             try:
                 for run in as_completed(runs):
@@ -94,32 +102,33 @@ def compile_library(
             except BaseException:  # a unit failed, or Ctrl-C: what the others make isn't wanted
                 compilation.stop()
                 raise
-        output = scratch / target.name
-        compilation.run("-shared", "-fopenmp", *map(str, objects), *_openmp_runtime(), "-o", str(output))
-        try:
-            output.replace(target)
-        except OSError as error:
-            raise BuildFailed(f"{compiler.path} fails: {error}") from error
+        if target is not None:
+            linked = ("-shared", "-fopenmp", *map(str, objects.values()), *_openmp_runtime())
+            compilation.make(target, *linked)
 
 
 class _Processes:
     """The compiler's processes of one build."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, scratch: Path) -> None:
+        self._path, self._scratch = path, scratch
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[str]] = set()
         self._is_stopped = False
 
-    def run(self, *arguments: str) -> None:
-        """Run the compiler to its end. Raises BuildFailed."""
+    def make(self, output: Path, *arguments: str) -> None:
+        """Have the compiler make `output`, unless it is there; it appears whole. Raises BuildFailed."""
+        begun = self._scratch / output.name
+        limited = f'ulimit -S -t {MOST_CPU_S} 2>/dev/null; exec "$0" "$@"'
         with _cores:
+            if output.exists():
+                return
             try:
                 with self._lock:
                     if self._is_stopped:
                         raise BuildFailed("the build was stopped")
                     process = subprocess.Popen(
-                        [self._path, *arguments],
+                        ["/bin/sh", "-c", limited, self._path, *arguments, "-o", str(begun)],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.PIPE,
@@ -128,12 +137,14 @@ class _Processes:
                     )
                     self._running.add(process)
                 self._wait(process)
+                output.parent.mkdir(exist_ok=True)
+                shutil.move(begun, output)
             except (OSError, subprocess.SubprocessError) as error:
                 raise BuildFailed(f"{self._path} fails: {error}") from error
 
     def _wait(self, process: subprocess.Popen[str]) -> None:
         try:
-            _, errors = process.communicate(timeout=_PROCESS_TIMEOUT_S)
+            _, errors = process.communicate()
         finally:
             process.kill()
             with self._lock:

@@ -86,3 +86,6 @@ struct Int8Piece {
         }
     }
 };
+
+// Runs it. Its unit is neither that of bf16 nor that of floats, or both would compile it (units.h).
+void dot_int8(Int8Piece piece);

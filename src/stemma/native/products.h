@@ -296,7 +296,7 @@ Outputs dot_piece(const Strips& w, int64_t piece, int parts, const Inputs& x, in
         return {begin, width};
     }
     if (wants_int8(w))
-        Int8Piece{w, GroupLayout(w).strip(w, strip), line, lines, inputs.at, inputs.stride, rows, acc}.run();
+        dot_int8({w, GroupLayout(w).strip(w, strip), line, lines, inputs.at, inputs.stride, rows, acc});
     else
         CodePiece<T>{w, strip, line, lines, inputs.at, inputs.stride, rows, acc}.run();
     if (w.bias) add_bias((const float*)w.bias + begin, width, rows, acc);

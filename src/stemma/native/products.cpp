@@ -1,7 +1,0 @@
-// Products of rows with packed weights: a translation unit of its own (units.h).
-#include "products.h"
-
-template void lay_out_block<bf16>(const Strips&, const bf16*, int64_t, int64_t, int64_t, char*);
-template Outputs dot_piece<bf16>(const Strips&, int64_t, int, const Inputs&, int64_t, int, float*);
-template void lay_out_block<float>(const Strips&, const float*, int64_t, int64_t, int64_t, char*);
-template Outputs dot_piece<float>(const Strips&, int64_t, int, const Inputs&, int64_t, int, float*);
