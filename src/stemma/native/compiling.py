@@ -137,6 +137,7 @@ class _Processes:
                     )
                     self._running.add(process)
                 self._wait(process)
+                begun.stat()  # a compiler that says nothing may have written nothing
                 output.parent.mkdir(exist_ok=True)
                 shutil.move(begun, output)
             except (OSError, subprocess.SubprocessError) as error:
