@@ -23,7 +23,18 @@ SRC = Path(stemma.cli.__file__).parents[2]
 NEVER_AT_START = (
     *("transformers.modeling_utils", "transformers.generation.utils", "transformers.quantizers"),
     *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "accelerate"),
-    *("scipy", "pandas", "peft", "plotly", "sqlalchemy", "ray", "cryptography", "gguf", "compressed_tensors"),
+    *(
+        "scipy",
+        "pandas",
+        "peft",
+        "plotly",
+        "sqlalchemy",
+        "ray",
+        "cryptography",
+        "httpx",
+        "gguf",
+        "compressed_tensors",
+    ),
     *("stemma_mindie.config", "stemma_mindie.modelslim", "stemma_lab", "stemma_router", "stemma_connect"),
 )
 """What a server of a plain dense model needs only if it is asked to do more."""

@@ -115,6 +115,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     [wheel] = (folder / "dist").glob("stemma_llm-*.whl")
     subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
     python = folder / "venv" / "bin" / "python"
+    # Python 3.11 puts an old one there, before that of the dependencies.
+    subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "setuptools"], check=True)
     [packages] = (folder / "venv" / "lib").glob("python*/site-packages")
     # Dependencies come from here, without what .pth files add: Stemma's packages come from the wheels alone.
     (folder / "dependencies").mkdir()

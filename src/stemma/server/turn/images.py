@@ -13,7 +13,6 @@ from stemma.model.vision.prompt import ReadImage
 from stemma.model.vision.reading import ImageReader
 from stemma.model.vision.sources import ImageSource, bytes_of_data_url, is_data_url
 from stemma.server.door.caller import caller
-from stemma.server.turn.fetching import ImageFetcher
 from stemma.workers import WorkerThreads
 
 T = TypeVar("T")
@@ -37,7 +36,11 @@ class RequestImages:
         self.reader = reader
         self._max_number = settings.max_number
         self._budget, self._threads, self._limit_s = budget, threads, limit_s
-        self._fetcher = ImageFetcher(settings) if settings.urls else None
+        self._fetcher = None
+        if settings.urls:
+            from stemma.server.turn.fetching import ImageFetcher  # with httpx, a tenth of a second of a start
+
+            self._fetcher = ImageFetcher(settings)
 
     async def read(self, sources: Sequence[ImageSource]) -> list[ReadImage]:
         """Return the images, in their order. What they take is held until the request is answered.
