@@ -57,8 +57,8 @@ def examine_server(url: str) -> RunningServer:
     state = str(told.get("status") or f"HTTP {health.status_code}")
     reason = f": {told['reason']}" if "reason" in told else ""
     problems = [] if health.is_success else [f"it takes no requests: {state}{reason}"]
-    names, problem = _models(models)
-    return RunningServer(url, state + reason, names, answer_ms, (*problems, *problem))
+    names, wrong = _models(models)
+    return RunningServer(url, state + reason, names, answer_ms, (*problems, *wrong))
 
 
 def _models(answer: httpx.Response) -> tuple[tuple[str, ...], list[str]]:
