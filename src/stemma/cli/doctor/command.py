@@ -65,10 +65,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     **flags: Any,
 ) -> None:
-    """Print what a bug report needs: kernels, memory, versions, tiers; of a server's URL, what it says.
-
-    Takes the flags of serve.
-    """
+    """Print what a bug report needs: kernels, memory, versions, tiers; of a URL, what that server says."""
     console = Console(soft_wrap=True, highlight=False)
     report: Report | RunningServer
     with console.status("looking"):
