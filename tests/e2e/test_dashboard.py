@@ -118,6 +118,7 @@ DRAW_TIMES = """() => Array.from({ length: 15 }, () => {
   stemmaTree.canvas.getContext("2d").getImageData(0, 0, 1, 1); return performance.now() - began; })"""
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_keys_alone_walk_the_tree_and_a_phone_shows_it_all(page: Page, shown: Served) -> None:
     for n in range(3):

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from stemma.cli import load_command
-from stemma.config.loading import load_settings
+from stemma.config.loading import load_settings, setting_fields
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "examples" / "cluster"
@@ -89,7 +89,9 @@ def test_names_and_labels_meet() -> None:
 def test_servers_flags_are_settings_and_agree_with_the_pod() -> None:
     spec = pod("StatefulSet", "stemma")
     (container,) = spec["containers"]
-    flags = {name: value for name, value in parsed(container["args"]).items() if value is not None}
+    fields = setting_fields()
+    given = parsed(container["args"])
+    flags = {name: value for name, value in given.items() if value is not None and name in fields}
     settings = load_settings(file=None, environ={}, flags=flags)
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
     assert settings.server.port == ports["http"]
