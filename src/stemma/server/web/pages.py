@@ -13,9 +13,13 @@ from stemma.server.web.assets import asset
 router = Router(openai_error)
 _PAGES = "stemma.insight.page"
 _SWAGGER = "fastapi_offline"
+_CHAT = (
+    *("answer", "api", "attachments", "blocks", "chat", "colours", "conversation", "conversations", "elements"),
+    *("explanation", "inline", "markdown", "reuse", "server", "settings", "store", "transfer", "turns"),
+)
 _FILES = {
-    "/chat/chat.js": (_PAGES, "chat.js"),
-    "/chat/chat.css": (_PAGES, "chat.css"),
+    **{f"/chat/{name}.js": (_PAGES, f"chat/{name}.js") for name in _CHAT},
+    "/chat/chat.css": (_PAGES, "chat/chat.css"),
     "/chat/style.css": (_PAGES, "style.css"),
     "/docs/docs.js": (_PAGES, "docs.js"),
     "/docs/swagger-ui.js": (_SWAGGER, "static/swagger-ui-bundle.js"),
@@ -27,7 +31,7 @@ _FILES = {
 @router.get("/", PUBLIC, sends=("text/html",))
 async def chat_page(request: Request) -> Response:
     """A page to chat on, which shows what each turn reused."""
-    return asset(_PAGES, "chat.html")
+    return asset(_PAGES, "chat/chat.html")
 
 
 @router.get("/docs", PUBLIC, sends=("text/html",))
