@@ -14,7 +14,17 @@ router = Router(openai_error)
 _PAGES = "stemma.insight.page"
 _SWAGGER = "fastapi_offline"
 _CHAT = (
-    *("answer", "api", "attachments", "blocks", "chat", "colours", "conversation", "conversations", "elements"),
+    *(
+        "answer",
+        "api",
+        "attachments",
+        "blocks",
+        "chat",
+        "colours",
+        "conversation",
+        "conversations",
+        "elements",
+    ),
     *("explanation", "inline", "markdown", "reuse", "server", "settings", "store", "transfer", "turns"),
 )
 _FILES = {

@@ -72,7 +72,8 @@ export class Answer {
     if (message.finish === STOPPED) return;
     this.error = error;
     const isBroken = error instanceof TypeError; // fetch's, which says no more
-    message.failure = isBroken && message.text ? "the connection broke: the answer isn't whole" : isBroken ? UNREACHABLE : error.message;
+    const broken = message.text ? "the connection broke: the answer isn't whole" : UNREACHABLE;
+    message.failure = isBroken ? broken : error.message;
     if (!isBroken && !(error instanceof Refused)) console.error(error);
   }
 

@@ -83,7 +83,7 @@ function placeForNext(conversation) {
 }
 
 function fieldsToSend() {
-  try { return { ...requestFields(), model: chosenModel() }; }
+  try { return { ...requestFields(), ...(chosenModel() ? { model: chosenModel() } : {}) }; }
   catch (error) { $("panel").open = true; tell(error.message, true); return null; }
 }
 
@@ -149,10 +149,12 @@ function results(message, found) { if (mayChange()) ask(shown, message.id, { rol
 
 // A failed answer makes room for the next try; one that said something stays as a branch.
 async function retry(message) {
-  const conversation = shown, { parent } = message;
   if (!mayChange() || !fieldsToSend()) return;
-  if (!message.text) await conversation.remove(message);
-  answer(conversation, parent);
+  const conversation = shown;
+  answer(conversation, message.parent);
+  if (message.text) return;
+  await conversation.remove(message);
+  show();
 }
 
 function proceed(message) {
@@ -193,8 +195,9 @@ async function drop(id) {
 
 // Another tab changed one: the list is read again, and the conversation if it is on this page too.
 async function heed(id) {
+  if (!underWay.has(id)) Conversation.forget(id);
   if (id === shown.head.id && !underWay.has(id)) {
-    const found = await shown.reread();
+    const found = await Conversation.open(id);
     if (found) { shown = found; show(); }
   }
   showList(shown.head.id);
@@ -212,7 +215,7 @@ function bind() {
   });
   $("stop").addEventListener("click", () => underWay.get(shown.head.id)?.stop());
   $("again").addEventListener("click", beginAnew);
-  $("system").addEventListener("change", () => {
+  $("system").addEventListener("input", () => {
     shown.head.system = $("system").value;
     remember("system", shown.head.system); // new conversations begin with it
     if (shown.isKept) shown.keep();

@@ -13,6 +13,8 @@ export function newId() {
   return `${Date.now().toString(36)}-${random[0].toString(36)}${random[1].toString(36)}`;
 }
 
+function byAge(a, b) { return a.at - b.at || (a.id < b.id ? -1 : 1); }
+
 export class Conversation {
   constructor(head, messages = []) {
     this.head = head;
@@ -46,17 +48,25 @@ export class Conversation {
 
   path() { return this.pathTo(this.leaf); }
 
-  children(parent) {
-    return [...this.messages.values()].filter((one) => one.parent === parent).sort((a, b) => a.at - b.at || (a.id < b.id ? -1 : 1));
+  // Parent's id -> its children, the oldest first.
+  branches() {
+    const found = new Map();
+    for (const one of [...this.messages.values()].sort(byAge)) {
+      if (!found.has(one.parent)) found.set(one.parent, []);
+      found.get(one.parent).push(one);
+    }
+    return found;
   }
 
-  siblings(message) { return this.children(message.parent); }
-
-  // The end of the branch through `message` that was begun last.
-  endOf(message) {
-    for (let next = message; next; next = this.children(next.id).at(-1)) message = next;
-    return message;
+  // A message and all that follows it.
+  from(message) {
+    const branches = this.branches(), found = [message];
+    for (const one of found) found.push(...(branches.get(one.id) ?? [])); // it grows as it is read
+    return found;
   }
+
+  // The end of the branch through `message` that was last added to.
+  endOf(message) { return this.from(message).sort(byAge).at(-1); }
 
   async choose(message) {
     this.head.leaf = message?.id ?? null;
@@ -85,9 +95,7 @@ export class Conversation {
   }
 
   async remove(message) {
-    const gone = [message];
-    for (const one of gone) gone.push(...this.children(one.id)); // it grows as it is read
-    const others = this.siblings(message).filter((one) => one !== message);
+    const gone = this.from(message), others = this.branches().get(message.parent).filter((one) => one !== message);
     const isShown = this.path().includes(message);
     for (const one of gone) this.messages.delete(one.id);
     await dropMessages(gone.map((one) => one.id));
@@ -105,11 +113,8 @@ export class Conversation {
     await dropConversation(this.head.id);
   }
 
-  // What another tab changed.
-  async reread() {
-    known.delete(this.head.id);
-    return Conversation.open(this.head.id);
-  }
+  // Another tab changed it: it is read again when it is opened.
+  static forget(id) { known.delete(id); }
 }
 
 export function titleOf(text) {

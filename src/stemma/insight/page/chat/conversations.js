@@ -33,8 +33,8 @@ async function load() {
   try {
     const ids = await imported(file);
     await showList(current);
+    if (ids.length) await acts.open(ids[0]);
     acts.tell(`${ids.length} ${ids.length === 1 ? "conversation" : "conversations"} imported`);
-    if (ids.length) acts.open(ids[0]);
   } catch (error) { acts.tell(`${file.name} can't be imported: ${error.message}`, true); }
 }
 
@@ -43,7 +43,8 @@ function entry(head) {
   const link = make("a", { href: `#${head.id}`, textContent: title });
   if (head.id === current) link.ariaCurrent = "page";
   const more = make("details", { className: "more" }, make("summary", { textContent: "…", ariaLabel: `More for ${title}` }),
-    button("Rename", () => acts.rename(head.id)), button("Export", () => save([head.id])), button("Delete", () => acts.remove(head.id)));
+    button("Rename", () => acts.rename(head.id)), button("Export", () => save([head.id])),
+    button("Delete", () => acts.remove(head.id)));
   return make("li", {}, link, more);
 }
 

@@ -5,13 +5,15 @@ import { $, make, number } from "/chat/elements.js";
 // Two texts that begin alike: what differs is marked.
 function quoted(title, common, text) {
   const shared = text.startsWith(common) ? common : "";
-  return [make("strong", { textContent: title }), make("pre", { tabIndex: 0 }, shared, make("mark", { textContent: text.slice(shared.length) }))];
+  const mark = make("mark", { textContent: text.slice(shared.length) });
+  return [make("strong", { textContent: title }), make("pre", { tabIndex: 0 }, shared, mark)];
 }
 
 export function explanationNodes(found) {
   const tiers = Object.entries(found.cached_tokens_by_tier ?? {}).map(([tier, count]) => `${number(count)} from ${tier}`);
+  const where = [...tiers, `${number(found.computed_tokens)} computed`].join(", ");
   const made = [
-    make("p", { textContent: `${number(found.prompt_tokens)} prompt tokens: ${[...tiers, `${number(found.computed_tokens)} computed`].join(", ")}.` }),
+    make("p", { textContent: `${number(found.prompt_tokens)} prompt tokens: ${where}.` }),
     make("p", { textContent: found.reason === null ? "Nothing missed." : `${found.reason}: ${found.detail ?? ""}` }),
   ];
   const place = found.parts_at, changed = found.changed;
@@ -27,7 +29,8 @@ async function nodesFor(message) {
   try { return explanationNodes(await explanation(message.answerId)); }
   catch (error) {
     const own = message.usage?.stemma?.explanation;
-    const note = make("p", { className: "note", textContent: `What came with the answer; an operator sees more (${error.message}).` });
+    const text = `What came with the answer; an operator sees more (${error.message}).`;
+    const note = make("p", { className: "note", textContent: text });
     return own ? [...explanationNodes(own), note] : [make("p", { textContent: error.message })];
   }
 }

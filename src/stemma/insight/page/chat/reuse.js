@@ -38,7 +38,8 @@ export function reuseNodes(message) {
   const where = tiers.map(([tier, count]) => `${number(count)} from ${tier}`).join(", ");
   const share = `${(100 * cached / total).toFixed(0)} %`;
   const saved = savedWords(message, cached, computed);
-  const words = `${number(cached)} of ${number(usage.prompt_tokens)} prompt tokens reused (${share}${where ? `: ${where}` : ""})${saved}`;
+  const parts = where ? `${share}: ${where}` : share;
+  const words = `${number(cached)} of ${number(usage.prompt_tokens)} prompt tokens reused (${parts})${saved}`;
   return [
     bar([...tiers, ["computed", computed]], total),
     make("p", { className: "reuse", textContent: `${words}. ${own.miss_detail ?? ""}` }),

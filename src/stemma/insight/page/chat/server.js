@@ -33,13 +33,14 @@ function label(card) { return card.state ? `${card.id} (${card.state})` : card.i
 export async function readModels() {
   try {
     cards = await models();
-  } catch (error) { return failed(error); }
+  } catch (error) { failed(error); return false; }
   const wanted = chosenModel() || recall("model");
   $("which").replaceChildren(...cards.map((card) => new Option(label(card), card.id)));
   if (cards.some((card) => card.id === wanted)) $("which").value = wanted;
   $("login").hidden = true;
   tell("");
   choose();
+  return true;
 }
 
 // Say what went wrong with a request, ask for the key if it is that, and wait for a server that is gone.
@@ -57,6 +58,5 @@ async function watch() {
     await new Promise((done) => setTimeout(done, RETRY_MS));
   }
   isWatching = false;
-  await readModels();
-  if (!isWatching && $("login").hidden) tell("the server is back");
+  if (await readModels()) tell("the server is back");
 }

@@ -89,7 +89,8 @@ export function recall(name, other = null) {
 }
 
 export function remember(name, value) {
-  try { localStorage.setItem(PREFIX + name, JSON.stringify(value)); } catch { /* full, or forbidden: it lasts as long as the page */ }
+  try { localStorage.setItem(PREFIX + name, JSON.stringify(value)); }
+  catch { /* full, or forbidden: it lasts as long as the page */ }
 }
 
 export function forget(name) {

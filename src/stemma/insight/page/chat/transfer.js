@@ -4,6 +4,7 @@ import { newId, titleOf } from "/chat/conversation.js";
 import { allHeads, keepHead, keepMessages, messagesOf } from "/chat/store.js";
 
 const FORMAT = "stemma-conversations", MAX_BYTES = 256 * 1024 * 1024, MAX_CHARS = 4_000_000, MAX_IMAGES = 64;
+const ROLES = new Set(["user", "assistant", "tool"]);
 const IMAGE = /^data:image\/(?:png|jpeg|gif|webp|bmp);base64,[A-Za-z0-9+/=]*$/;
 
 export async function exported(ids = null) {
@@ -36,11 +37,12 @@ function usageOf(usage) {
 
 function messageOf(given) {
   const role = given?.role;
-  if (role !== "user" && role !== "assistant" && role !== "tool") throw new Error(`a message has the role ${JSON.stringify(role)}`);
+  if (!ROLES.has(role)) throw new Error(`a message has the role ${JSON.stringify(role)}`);
   const images = listOf(given.images).filter((one) => typeof one === "string" && IMAGE.test(one)).slice(0, MAX_IMAGES);
   const both = { role, text: text(given.text), at: count(given.at) ?? Date.now() };
   if (role === "user") return { ...both, images };
-  if (role === "tool") return { ...both, results: listOf(given.results).map((one) => ({ id: text(one?.id), text: text(one?.text) })) };
+  const results = listOf(given.results).map((one) => ({ id: text(one?.id), text: text(one?.text) }));
+  if (role === "tool") return { ...both, results };
   return {
     ...both, reasoning: text(given.reasoning) || undefined, model: text(given.model), usage: usageOf(given.usage),
     answerId: text(given.answerId), firstTokenS: count(given.firstTokenS), seconds: count(given.seconds),
@@ -60,8 +62,8 @@ function conversationOf(given) {
     ...messageOf(one), id: ids.get(one.id), conversation: id, parent: ids.get(one.parent ?? null) ?? null,
   }));
   const leaf = isRooted(given?.leaf) ? ids.get(given.leaf) : messages.at(-1)?.id ?? null;
-  const head = { id, title: titleOf(text(given?.title)), changed: count(given?.changed) ?? Date.now(), leaf, system: text(given?.system) };
-  return { head, messages };
+  const changed = count(given?.changed) ?? Date.now();
+  return { head: { id, title: titleOf(text(given?.title)), changed, leaf, system: text(given?.system) }, messages };
 }
 
 function rootedIn(parents) {
@@ -83,7 +85,7 @@ function fromLlamaCpp({ conv, messages }) {
   const kept = listOf(messages).filter((one) => !roots.has(one?.id)).map((one) => ({
     id: one?.id, parent: roots.has(one?.parent) ? null : one?.parent, role: one?.role, text: one?.content, at: one?.timestamp,
     reasoning: one?.reasoningContent ?? one?.thinking, model: one?.model,
-    images: listOf(one?.extra).filter((extra) => extra?.type === "IMAGE" || extra?.type === "imageFile").map((extra) => extra.base64Url),
+    images: listOf(one?.extra).filter((extra) => /^image/i.test(extra?.type)).map((extra) => extra.base64Url),
   }));
   return { title: conv?.name, changed: conv?.lastModified, leaf: conv?.currNode, system, messages: kept };
 }

@@ -41,7 +41,8 @@ class Row {
   actions(...more) {
     const act = (label, name, ariaLabel) => button(label, () => this.acts[name](this.message), { ariaLabel });
     return make("p", { className: "actions" }, this.branches, copyButton(() => this.message.text),
-      more.map(([label, name, ariaLabel]) => act(label, name, ariaLabel ?? label)), act("Delete", "remove", "Delete from here on"));
+      more.map(([label, name, ariaLabel]) => act(label, name, ariaLabel ?? label)),
+      act("Delete", "remove", "Delete from here on"));
   }
 }
 
@@ -135,7 +136,8 @@ class AnswerRow extends Row {
     const proceed = text ? [button("Continue", () => this.acts.proceed(this.message))] : [];
     const said = (words, ...buttons) => [make("p", { className: "bad outcome" }, `${words} `, buttons)];
     if (finish === "failed") return said(failure, ...proceed, button("Try again", () => this.acts.retry(this.message)));
-    if (finish === "length" && !text && reasoning) return said("Cut by the token limit before it began to answer: allow more tokens.");
+    if (finish === "length" && !text && reasoning)
+      return said("Cut by the token limit before it began to answer: allow more tokens.");
     if (finish === "length") return said("Cut by the token limit.", ...proceed);
     if (finish === STOPPED) return said("Stopped.", ...proceed);
     if (!finish) return said("Not whole: its page was closed, or another tab is at it.", ...proceed);
@@ -178,18 +180,12 @@ export class Turns {
       this.rows.push(row);
       this.list.append(row.item);
     }
-    const children = new Map();
-    for (const one of conversation.messages.values()) {
-      if (!children.has(one.parent)) children.set(one.parent, []);
-      children.get(one.parent).push(one);
-    }
+    const branches = conversation.branches();
     for (const row of this.rows) {
-      row.showSiblings(inOrder(children.get(row.message.parent)));
+      row.showSiblings(branches.get(row.message.parent));
       row.show(isUnderWay(row.message));
     }
   }
 
   rowOf(message) { return this.rows.findLast((row) => row.message === message); }
 }
-
-function inOrder(messages) { return messages.sort((a, b) => a.at - b.at || (a.id < b.id ? -1 : 1)); }
