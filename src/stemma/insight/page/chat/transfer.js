@@ -82,8 +82,10 @@ function fromLlamaCpp({ conv, messages }) {
   const roots = new Set(listOf(messages).filter((one) => one?.type === "root").map((one) => one.id));
   const system = listOf(messages).find((one) => one?.role === "system" && one.content)?.content;
   for (const one of listOf(messages)) if (one?.role === "system") roots.add(one.id);
+  const files = (one) => listOf(one?.extra).map((extra) => extra?.content).filter((content) => typeof content === "string");
   const kept = listOf(messages).filter((one) => !roots.has(one?.id)).map((one) => ({
-    id: one?.id, parent: roots.has(one?.parent) ? null : one?.parent, role: one?.role, text: one?.content, at: one?.timestamp,
+    id: one?.id, parent: roots.has(one?.parent) ? null : one?.parent, role: one?.role, at: one?.timestamp,
+    text: [one?.content, ...files(one)].join("\n\n"),
     reasoning: one?.reasoningContent ?? one?.thinking, model: one?.model,
     images: listOf(one?.extra).filter((extra) => /^image/i.test(extra?.type)).map((extra) => extra.base64Url),
   }));
