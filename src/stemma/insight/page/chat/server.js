@@ -4,7 +4,7 @@ import { mayAttachImages } from "/chat/attachments.js";
 import { $ } from "/chat/elements.js";
 import { recall, remember } from "/chat/store.js";
 
-const RETRY_MS = 1500;
+const RETRY_MS = 1500, LOOK_EVERY_MS = 15_000;
 let cards = [], isWatching = false, tell = () => {};
 
 export function beginServer(onNews) {
@@ -15,7 +15,8 @@ export function beginServer(onNews) {
     setKey($("key").value);
     readModels();
   });
-  addEventListener("online", () => readModels());
+  addEventListener("online", readModels);
+  setInterval(async () => { if (!document.hidden && !(await isUp())) watch(); }, LOOK_EVERY_MS);
   return readModels();
 }
 

@@ -5,6 +5,7 @@ import { Markdown } from "/chat/markdown.js";
 import { reuseNodes, speedWords } from "/chat/reuse.js";
 
 const NEAR_END_PX = 80, SHARE_OF_TIME = 4;
+const NAMES = { user: "Question", assistant: "Answer", tool: "Results" };
 const page = document.documentElement;
 
 function isAtEnd() { return page.scrollHeight - page.scrollTop - page.clientHeight < NEAR_END_PX; }
@@ -22,7 +23,8 @@ class Row {
   constructor(message, acts) {
     Object.assign(this, { message, acts });
     this.branches = make("span", { className: "branches" });
-    this.item = make("li", { className: `turn ${message.role}` });
+    const heading = make("h2", { className: "unseen", textContent: NAMES[message.role] }); // for screen readers
+    this.item = make("li", { className: `turn ${message.role}` }, heading);
     this.item.dataset.message = message.id;
   }
 
