@@ -13,24 +13,12 @@ from stemma.server.web.assets import asset
 router = Router(openai_error)
 _PAGES = "stemma.insight.page"
 _SWAGGER = "fastapi_offline"
-_CHAT = (
-    *(
-        "answer",
-        "api",
-        "attachments",
-        "blocks",
-        "chat",
-        "colours",
-        "conversation",
-        "conversations",
-        "elements",
-    ),
-    *("explanation", "inline", "markdown", "reuse", "server", "settings", "store", "transfer", "turns"),
-)
+_CHAT = """answer api attachments blocks chat colours conversation conversations explanation inline markdown reuse
+    server settings store transfer turns""".split()
 _FILES = {
     **{f"/chat/{name}.js": (_PAGES, f"chat/{name}.js") for name in _CHAT},
+    **{f"/chat/{name}": (_PAGES, name) for name in ("style.css", "elements.js", "explained.js")},
     "/chat/chat.css": (_PAGES, "chat/chat.css"),
-    "/chat/style.css": (_PAGES, "style.css"),
     "/docs/docs.js": (_PAGES, "docs.js"),
     "/docs/swagger-ui.js": (_SWAGGER, "static/swagger-ui-bundle.js"),
     "/docs/swagger-ui.css": (_SWAGGER, "static/swagger-ui.css"),
