@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,12 +15,9 @@ from stemma.server.web.assets import asset
 router = Router(openai_error)
 _PAGES = "stemma.insight.page"
 _SWAGGER = "fastapi_offline"
-_CHAT = """answer api attachments blocks chat colours conversation conversations explanation inline markdown reuse
-    server settings store transfer turns""".split()
 _FILES = {
-    **{f"/chat/{name}.js": (_PAGES, f"chat/{name}.js") for name in _CHAT},
+    **{f"/chat/{one.name}": (_PAGES, f"chat/{one.name}") for one in files(_PAGES).joinpath("chat").iterdir()},
     **{f"/chat/{name}": (_PAGES, name) for name in ("style.css", "elements.js", "explained.js")},
-    "/chat/chat.css": (_PAGES, "chat/chat.css"),
     "/docs/docs.js": (_PAGES, "docs.js"),
     "/docs/swagger-ui.js": (_SWAGGER, "static/swagger-ui-bundle.js"),
     "/docs/swagger-ui.css": (_SWAGGER, "static/swagger-ui.css"),
