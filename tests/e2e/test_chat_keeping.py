@@ -164,6 +164,7 @@ def test_a_reload_keeps_all(page: Page, served: Served) -> None:
     until(page, "document.getElementById('question').value === 'new and not sent'")
 
 
+@pytest.mark.slow
 def test_conversations_are_renamed_found_and_deleted(page: Page, served: Served) -> None:
     ScriptedModel(page, said("one"), said("two"))
     open_chat(page, served.url)
@@ -206,20 +207,13 @@ def message(name: str, parent: str | None, **fields: Any) -> dict[str, Any]:
     return {"id": name, "parent": parent, "role": "user", "text": name, **fields}
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ("{", "can't be imported"),
-        ("[1]", "neither an export"),
-        (json.dumps({"format": FORMAT, "conversations": [{"messages": [{"id": "a", "role": "x"}]}]}), "role"),
-    ],
-)
-def test_a_file_that_is_no_export_is_refused(page: Page, served: Served, content: str, told: str) -> None:
+def test_a_file_that_is_no_export_is_refused(page: Page, served: Served) -> None:
     open_chat(page, served.url)
-    page.set_input_files(
-        "#import-file", {"name": "x.json", "mimeType": "application/json", "buffer": content.encode()}
-    )
-    until(page, f"document.getElementById('state').textContent.includes({json.dumps(told)})")
+    foreign = json.dumps({"format": FORMAT, "conversations": [{"messages": [{"id": "a", "role": "x"}]}]})
+    for content, told in (("{", "can't be imported"), ("[1]", "neither an export"), (foreign, "role")):
+        file: Any = {"name": "x.json", "mimeType": "application/json", "buffer": content.encode()}
+        page.set_input_files("#import-file", file)
+        until(page, f"document.getElementById('state').textContent.includes({json.dumps(told)})")
     assert page.locator("#conversations li").count() == 0
 
 
@@ -229,6 +223,7 @@ def import_all(page: Page, found: object) -> None:
     until(page, "document.getElementById('state').textContent.includes('imported')")
 
 
+@pytest.mark.slow
 def test_of_a_hostile_file_only_what_is_sound_is_taken(page: Page, served: Served) -> None:
     open_chat(page, served.url)
     messages = [
@@ -242,6 +237,7 @@ def test_of_a_hostile_file_only_what_is_sound_is_taken(page: Page, served: Serve
     assert page.locator("#turns img").count() == 0
 
 
+@pytest.mark.slow
 def test_what_llama_cpps_page_exported_is_taken(page: Page, served: Served) -> None:
     open_chat(page, served.url)
     turns = [
@@ -294,6 +290,7 @@ def test_of_a_hundred_turns_only_new_ones_are_made(page: Page, served: Served) -
     assert problems_of(page) == []
 
 
+@pytest.mark.slow
 def test_reasoning_is_folded_and_calls_are_answered(page: Page, served: Served) -> None:
     call = {"index": 0, "id": "call-1", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
     model = ScriptedModel(
@@ -340,6 +337,7 @@ def picture() -> dict[str, Any]:
     return {"name": "dot.png", "mimeType": "image/png", "buffer": PIXEL}
 
 
+@pytest.mark.slow
 def test_pictures_go_only_to_a_model_that_takes_them(page: Page, served: Served) -> None:
     open_chat(page, served.url)
     page.set_input_files("#file", picture())
@@ -366,8 +364,14 @@ def test_pictures_go_only_to_a_model_that_takes_them(page: Page, served: Served)
 
 
 @pytest.mark.skipif(AXE is None, reason="needs axe-playwright-python")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("is_phone", [False, True], ids=["desktop", "phone"])
+@pytest.mark.parametrize(
+    ("scheme", "is_phone"),
+    [
+        ("dark", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dark", False), ("light", True))),
+        pytest.param("light", False, marks=pytest.mark.slow),
+    ],
+)
 def test_axe_finds_nothing(page: Page, served: Served, scheme: Any, is_phone: bool) -> None:
     assert AXE is not None
     if is_phone:

@@ -75,7 +75,7 @@ def test_a_phone_shows_it_all_and_an_answer_can_be_stopped(page: Page, served: S
 def test_a_new_conversation_during_an_answer_knows_nothing_of_it(page: Page, served: Served) -> None:
     sent = without_end(page)
     open_chat(page, served.url)
-    set_fields(page, limit="1500")
+    set_fields(page, limit="600")
     page.fill("#question", "a secret")
     page.keyboard.press("Enter")
     until(page, GROWS)
@@ -101,7 +101,7 @@ def test_the_page_follows_an_answer_unless_its_reader_scrolled_up(page: Page, se
     page.set_viewport_size(PHONE)
     without_end(page)
     open_chat(page, served.url)
-    set_fields(page, limit="100")
+    set_fields(page, limit="60")
     for number in range(2):
         ask(page, f"question {number} " + "that is long " * 30)
         assert in_sight(page, ".reuse")
@@ -154,6 +154,7 @@ def test_a_question_without_an_answer_stays_and_is_not_sent_along(page: Page, se
     assert page.locator(".outcome").filter(has_text="reached").count() == 0
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_in_mid_answer_and_comes_back(page: Page, served: Served) -> None:
     wire = Wire(served.url)
     without_end(page)
