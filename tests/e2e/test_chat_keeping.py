@@ -333,7 +333,7 @@ PASTE = """() => {
 }"""
 
 
-def picture() -> dict[str, Any]:
+def picture() -> Any:
     return {"name": "dot.png", "mimeType": "image/png", "buffer": PIXEL}
 
 
