@@ -49,6 +49,7 @@ def test_the_script_runs(
     assert expected in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ELSEWHERE)
 def test_the_script_runs_in_its_own_environment(url: str, examples: Path, script: str) -> None:
     package, variable, expected = ELSEWHERE[script]

@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,15 @@ needs_chromium = pytest.mark.skipif(
     CHROMIUM is None or importlib.util.find_spec("playwright") is None,
     reason="needs chromium (Debian: apt-get install chromium) and playwright",
 )
+
+
+def _axe() -> Path | None:
+    found = importlib.util.find_spec("axe_playwright_python")
+    return None if found is None or found.origin is None else Path(found.origin).parent / "axe.min.js"
+
+
+AXE = _axe()
+"""The script that looks for what keeps people out of a page; None: its package isn't there."""
 PATIENCE_MS = 20_000
 WIDE: ViewportSize = {"width": 1180, "height": 900}
 PHONE: ViewportSize = {"width": 390, "height": 800}

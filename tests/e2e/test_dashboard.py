@@ -118,6 +118,7 @@ DRAW_TIMES = """() => Array.from({ length: 15 }, () => {
   stemmaTree.canvas.getContext("2d").getImageData(0, 0, 1, 1); return performance.now() - began; })"""
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_keys_alone_walk_the_tree_and_a_phone_shows_it_all(page: Page, shown: Served) -> None:
     for n in range(3):
@@ -254,7 +255,7 @@ def test_the_files_are_open_and_what_they_show_is_not(shown: Served) -> None:
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "script-src 'self';" in policy
-    for name in ("style.css", "app.js", "tree.js", "charts.js", "feed.js", "plotly.js"):
+    for name in ("style.css", "app.js", "tree.js", "charts.js", "feed.js", "explained.js", "plotly.js"):
         file = httpx.get(f"{shown.url}/dashboard/{name}")
         assert file.status_code == 200
         assert file.headers["x-content-type-options"] == "nosniff"

@@ -135,6 +135,7 @@ def test_every_panel_has_data(prometheus: str) -> None:
     assert values(prometheus, 'sum(vllm:prefix_cache_hits_total{model_name="tiny"})')[0] > 0.0
 
 
+@pytest.mark.slow
 @needs_prometheus
 def test_the_rules_are_loaded_and_their_own_tests_pass(prometheus: str) -> None:
     groups = httpx.get(f"{prometheus}/api/v1/rules").json()["data"]["groups"]

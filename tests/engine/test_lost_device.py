@@ -80,6 +80,7 @@ async def test_a_lost_device_ends_the_engine(
         engine.close()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), RuntimeError("odd")]

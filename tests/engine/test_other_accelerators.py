@@ -94,6 +94,7 @@ def test_the_bits_name_what_they_depend_on(checkpoint: Path) -> None:
     assert path.rsplit(":", 1)[1].removeprefix("no-").startswith("triton")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
 def test_experts_are_one_grouped_product(tmp_path: Path, family: str) -> None:
     """A mixture beside the host: the answer of one that computes an expert after the other, as on CPU."""

@@ -41,6 +41,7 @@ def test_answers(family: str, dtype: str, checkpoint: Callable[[str], Path], tmp
     check_family(checkpoint(family), dtype, tmp_path / "disk", 2 if family == MTP else 3)
 
 
+@pytest.mark.slow
 def test_answers_over_codes(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     check_family(checkpoint("qwen2"), "bfloat16", tmp_path / "disk", 3, "int8")
 

@@ -63,6 +63,7 @@ def test_any_schedule(family: str, dtype: str, kv_dtype: KVDtype, checkpoint: Ca
     check_schedules(model, 2, kv_dtype, frees_windows=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["mistral", "qwen2"])
 def test_any_way_of_serving(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     path = checkpoint(family)

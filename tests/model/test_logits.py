@@ -44,6 +44,7 @@ def test_mixed_batches_equal_plain_transformers(family: str, how: str, load_fami
         torch.testing.assert_close(logits, plain_logits(path, prompt), atol=FP32_TOLERANCE, rtol=0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stored", ["int8", "fp8"])
 @pytest.mark.parametrize("how", PATHS)
 @pytest.mark.parametrize("family", FAMILIES)

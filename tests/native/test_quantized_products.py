@@ -153,6 +153,7 @@ def extreme(shape: tuple[int, int], lowest: int, highest: int, generator: torch.
     return values
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s is not ActivationScheme.NONE])
 @pytest.mark.parametrize("group_size", [16, 32, 40, 128, 320, 640])
 @pytest.mark.parametrize("bits", [8, 6, 5, 4, *TABLES])

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import EngineSettings, ModelSettings, Settings
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.app import create_app
 from tests.server.scripted_engine import ScriptedEngine

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import EngineSettings, ModelSettings, Settings
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.runtime import serve
 from stemma.server.transport.planes import listen, listen_planes

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stemma.config.settings import ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import Settings
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.llm import engine_settings
 from stemma.server.app import create_app

@@ -11,7 +11,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import EngineSettings, ModelSettings, Settings
 from stemma.server.app import all_routers, create_app
 from stemma.server.door.keyfile import add_key
 from stemma.server.errors import openai_error

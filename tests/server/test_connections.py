@@ -31,6 +31,7 @@ def fast(tmp_path_factory: pytest.TempPathFactory, tokenizer_path: Path) -> Iter
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "sent",
     [

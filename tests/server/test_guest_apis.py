@@ -16,7 +16,8 @@ from starlette.responses import Response
 
 from stemma import guests
 from stemma.cli.serve import open_front
-from stemma.config.settings import RequestSettings, ServerSettings, Settings
+from stemma.config.server_settings import RequestSettings, ServerSettings
+from stemma.config.settings import Settings
 from stemma.errors import ConfigError
 from stemma.server.app import create_app
 from stemma.server.errors import json_response, openai_error

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from stemma.config.settings import RequestSettings, Settings
+from stemma.config.server_settings import RequestSettings
+from stemma.config.settings import Settings
 from stemma.server.app import create_app
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import orjson
 import pytest
 
-from stemma.config.settings import ServerSettings
+from stemma.config.server_settings import ServerSettings
 from stemma.server.door.caller import Caller, begin_call
 from stemma.server.observe.logs import FIELDS, JsonLines, TextLines, set_up_logs
 

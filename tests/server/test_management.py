@@ -5,7 +5,8 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import EngineSettings, ModelSettings, Settings
 from stemma.engine.api import EngineLoad
 from stemma.server.app import create_app
 from stemma.told import read_told

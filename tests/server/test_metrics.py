@@ -6,7 +6,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from stemma.config.settings import ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import Settings
 from stemma.engine.api import EngineStats
 from stemma.errors import ConfigError
 from stemma.server.app import create_app

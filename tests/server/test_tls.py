@@ -13,7 +13,7 @@ import httpx
 import pytest
 import trustme
 
-from stemma.config.settings import ServerSettings, TLSSettings
+from stemma.config.server_settings import ServerSettings, TLSSettings
 from stemma.errors import ConfigError
 from stemma.server.door.access import Access
 from stemma.server.transport.planes import Plane, plane_of

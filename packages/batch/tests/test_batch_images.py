@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 from tests.vision_checkpoints import make_vision_checkpoint, picture
 
-from stemma.config.settings import EngineSettings, ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import EngineSettings, Settings
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.llm import engine_settings
 from stemma.native.library import load_kernels

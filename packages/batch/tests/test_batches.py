@@ -17,7 +17,8 @@ from tests.server.scripted_engine import ScriptedEngine
 from tests.server.scripted_process import scripted_server
 
 from stemma.budgets import Budget
-from stemma.config.settings import ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import Settings
 from stemma.errors import StorageError
 from stemma.server.app import create_app
 from stemma_batch.records import BATCH_PURPOSE, StoredFile

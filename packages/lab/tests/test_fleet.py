@@ -87,6 +87,7 @@ def test_made_up_traffic_is_the_same_for_the_same_seed() -> None:
     assert sum(one.sizes(chain)) * one.block_size == one.input_tokens[-1]
 
 
+@pytest.mark.slow
 def test_without_faults_all_is_answered_and_hits_are_near_one_cache() -> None:
     given = traffic(4, 3000)
     run = ran(given, 4, 3000)

@@ -67,6 +67,7 @@ def test_kv_that_no_server_holds_is_refused(tmp_path):
     assert "unknown KV dtype 'int4'" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_plan(tmp_path):
     write(tmp_path / "config.json", GQA)
     sizes = ("--gpu-memory", "100MB", "--dram", "200MB", "--ssd", "400MB")

@@ -20,7 +20,7 @@ def run(trace: Trace, router: str, num_replicas: int = 4, **fields) -> ClusterRe
     return replay_replicas(trace, router, Cluster(num_replicas, 2000, **fields))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ["cache-aware", "prefix-affinity"])
 def test_one_replica_is_a_plain_replay(trace: Trace, router: str) -> None:
     expected = replay(trace, "lru", 2000).num_hit_blocks.sum() / trace.num_looked_up_blocks

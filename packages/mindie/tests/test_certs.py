@@ -8,7 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from stemma.cli import GUESTS, load_command, make_app
-from stemma.config.settings import TLSSettings
+from stemma.config.server_settings import TLSSettings
 from stemma.errors import ConfigError
 from stemma.server.transport.tls import load_context
 from stemma_mindie.commands import COMMANDS

@@ -89,8 +89,9 @@ def test_names_and_labels_meet() -> None:
 def test_servers_flags_are_settings_and_agree_with_the_pod() -> None:
     spec = pod("StatefulSet", "stemma")
     (container,) = spec["containers"]
+    fields = setting_fields()
     given = parsed(container["args"])
-    flags = {name: given[name] for name in setting_fields() if given.get(name) is not None}
+    flags = {name: value for name, value in given.items() if value is not None and name in fields}
     settings = load_settings(file=None, environ={}, flags=flags)
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
     assert settings.server.port == ports["http"]

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from stemma.config.settings import ServerSettings
+from stemma.config.server_settings import ServerSettings
 from stemma.server.door.access import Access
 from stemma_router.routing.fleet import create_fleet_app
 from stemma_router.routing.relay import RouteOptions

@@ -36,7 +36,7 @@ COMMANDS: Commands = {
     "demo": ("stemma.cli.demo:command", "Show the prefix cache at work on a small model, in under a minute."),
     "doctor": (
         "stemma.cli.doctor:command",
-        "Print what a bug report needs: kernels, memory, versions, tiers. Takes the flags of serve.",
+        "Print what a bug report needs: kernels, memory, versions, tiers; of a URL, what that server says.",
     ),
     "usage": (
         "stemma.cli.usage:command",
@@ -56,7 +56,7 @@ COMMANDS: Commands = {
 }
 """Of the core."""
 GUESTS = {
-    "stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool", "bench", "eval"),
+    "stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool", "eval", "bench"),
     "stemma-router": ("route", "cluster"),
     "stemma-mindie": ("certs",),
 }

@@ -17,7 +17,7 @@ Note = Callable[[str], object]
 _MODEL = ("--model", "--model-path", "-m", "-hf", "-hfr", "--hf-repo")
 """The model, which is an argument here."""
 _SAME = {
-    "--served-name": ("--served-model-name", "-a", "--alias"),
+    "--served-name": ("--served-model-name", "-a"),
     "--max-model-len": ("--context-length", "-c", "--ctx-size"),
     "--kv-cache-fraction": ("--gpu-memory-utilization", "--mem-fraction-static"),
     "--max-num-seqs": ("--max-running-requests", "-np", "--parallel"),

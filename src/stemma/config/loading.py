@@ -22,8 +22,9 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from stemma.config.base import SettingsModel
 from stemma.config.readers import reader_of
-from stemma.config.settings import Settings, SettingsModel
+from stemma.config.settings import Settings
 from stemma.errors import ConfigError
 
 ENV_PREFIX = "STEMMA_"

@@ -18,7 +18,8 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from stemma.config.settings import ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
 from stemma.engine.core import tally
 from stemma.server.app import create_app

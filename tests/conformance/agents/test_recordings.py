@@ -15,7 +15,8 @@ import httpx
 import numpy as np
 import pytest
 
-from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import EngineSettings, ModelSettings, Settings
 from stemma.model.files.tiny import build_tokenizer
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.answers.families import answer_format

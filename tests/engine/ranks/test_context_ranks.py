@@ -69,6 +69,7 @@ def test_the_text_is_that_of_one_process(llm: LLM, checkpoint: Path) -> None:
     llm.engine.check()
 
 
+@pytest.mark.slow
 def test_a_prompt_may_exceed_the_memory_of_a_rank(llm: LLM, checkpoint: Path) -> None:
     one = LLM(checkpoint, **(SMALL | NARROW))
     with pytest.raises(PromptTooLong):

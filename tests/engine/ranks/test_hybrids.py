@@ -89,6 +89,7 @@ def test_the_text_is_that_of_one_process_and_hits_have_its_bits(llm: LLM, model:
     llm.engine.check()
 
 
+@pytest.mark.slow
 def test_states_come_back_from_lower_tiers_on_all_ranks(llm: LLM) -> None:
     expected = bits(llm.generate(PROMPT, GREEDY)[0])
     assert llm.engine.cache.below.drain(20.0)

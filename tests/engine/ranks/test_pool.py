@@ -76,6 +76,7 @@ def test_what_the_pool_gives_back_has_the_same_bits(llm: LLM, folder: Path) -> N
     llm.engine.check()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fault", ["lost", "damaged"])
 def test_what_one_rank_cannot_read_is_computed(llm: LLM, folder: Path, fault: str, rank: int) -> None:

@@ -18,6 +18,7 @@ NUM_BLOCKS = 530
 """Just above a power of two: arrays that grow by doubling are half empty."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("policy", "block_size"), [("lru", 1), ("hazard", 16), ("retention", 16)])
 def test_tables_take_no_more_than_is_counted(policy: str, block_size: int) -> None:
     """Short prompts take the most nodes; six times the capacity fills the tables of evicted blocks too."""

@@ -85,6 +85,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 experts, sinks, latents in two ways."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(f, marks=[pytest.mark.slow] * (f in ("qwen3", "deepseek-v2"))) for f in FAMILIES],

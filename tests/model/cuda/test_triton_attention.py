@@ -242,6 +242,7 @@ def test_launch_shapes() -> None:
     assert [split_dim(n) for n in (64, 576, 80, 24, 8)] == [(64, 0), (512, 64), (64, 16), (16, 16), (16, 0)]
 
 
+@pytest.mark.slow
 @in_the_interpreter
 @pytest.mark.parametrize(
     "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "deepseek-v3"))]

@@ -20,6 +20,7 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Of one block of threads, by compute capability."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "shapes", "number"),
     [
@@ -38,6 +39,7 @@ def test_kernels_compile(capability: int, shapes: str, number: int) -> None:
         assert kernel["num_tensor_core_products"] > 0, kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
 def test_listed_attention_compiles(capability: int) -> None:
     """No spill in its loop over keys. On sm_90 the small and the large tile of a layer are made of the same

@@ -457,6 +457,7 @@ def hinted_traffic(priority: int, *, is_true: bool) -> int:
     return hits[0]
 
 
+@pytest.mark.slow
 def test_a_lying_hint_is_unlearned():
     """What is said to matter most never comes back: after a while that costs next to nothing."""
     assert hinted_traffic(90, is_true=False) > 0.9 * hinted_traffic(50, is_true=False)

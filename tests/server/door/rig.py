@@ -7,7 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from stemma.config.settings import EngineSettings, ModelSettings, SchedulerSettings, ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import EngineSettings, ModelSettings, SchedulerSettings, Settings
 from stemma.server.app import create_app
 from stemma.server.door.keyfile import add_key
 from tests.server.scripted_engine import ScriptedEngine

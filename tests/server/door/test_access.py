@@ -11,7 +11,8 @@ import pytest
 from fastapi import FastAPI
 
 from stemma.config.loading import load_settings
-from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import EngineSettings, ModelSettings, Settings
 from stemma.errors import ConfigError
 from stemma.server.app import create_app
 from tests.server.scripted_engine import ScriptedEngine

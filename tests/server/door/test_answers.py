@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from stemma.config.settings import RequestSettings
+from stemma.config.server_settings import RequestSettings
 from stemma.server.app import create_app
 from tests.server.door.rig import CHAT, PROMPT, Rig
 from tests.server.scripted_engine import ScriptedEngine

@@ -11,7 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
-from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import EngineSettings, ModelSettings, Settings
 from stemma.errors import ConfigError, InvalidRequest, NotFound, StorageError
 from stemma.prefix.keys import Namespace, PublicHead
 from stemma.server.app import create_app

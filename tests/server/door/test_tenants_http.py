@@ -14,7 +14,8 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
+from stemma.config.server_settings import ServerSettings
+from stemma.config.settings import EngineSettings, ModelSettings, Settings
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
 from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.sampling.params import SamplingParams

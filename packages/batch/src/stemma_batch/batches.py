@@ -12,7 +12,7 @@ from uuid import uuid4
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from stemma.config.settings import ServerSettings
+from stemma.config.server_settings import ServerSettings
 from stemma.engine.client import EngineClient
 from stemma.errors import InvalidRequest, RateLimited, StorageError
 from stemma.server.door.ledger import Admission, shared

@@ -8,7 +8,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from stemma.config.settings import PoolSettings, SettingsModel, TierSettings
+from stemma.config.base import SettingsModel
+from stemma.config.settings import PoolSettings, TierSettings
 from stemma.config.sizes import ByteSize
 from stemma.errors import ConfigError
 

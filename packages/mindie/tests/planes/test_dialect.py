@@ -6,7 +6,8 @@ import httpx
 import orjson
 from tests.server.scripted_engine import ScriptedEngine
 
-from stemma.config.settings import RequestSettings, Settings
+from stemma.config.server_settings import RequestSettings
+from stemma.config.settings import Settings
 from stemma.server.app import create_app
 
 

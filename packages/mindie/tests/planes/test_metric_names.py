@@ -7,7 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.scripted_engine import ScriptedEngine
 
-from stemma.config.settings import RequestSettings, Settings
+from stemma.config.server_settings import RequestSettings
+from stemma.config.settings import Settings
 from stemma.server.app import create_app
 
 

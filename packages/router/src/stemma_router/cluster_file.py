@@ -12,8 +12,9 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from stemma.config.base import SettingsModel
 from stemma.config.loading import load_settings, read_yaml
-from stemma.config.settings import PoolSettings, Settings, SettingsModel
+from stemma.config.settings import PoolSettings, Settings
 from stemma.errors import ConfigError
 
 RouterName = Literal[

@@ -256,6 +256,7 @@ async def test_without_the_picker_requests_still_go_somewhere(gateway: Envoy, bo
     assert ended["ok"] == 60
 
 
+@pytest.mark.slow
 async def test_a_client_never_chooses_and_a_hung_picker_is_passed_over_within_a_second(
     gateway: Envoy,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,7 @@ from stemma.errors import ConfigError
 if TYPE_CHECKING:
     from stemma.cli.doctor.machine import Gpu, Memory, Processor, Threads
     from stemma.cli.doctor.model import NamedModel
+    from stemma.cli.doctor.server import RunningServer
     from stemma.cli.doctor.storage import Tiers
     from stemma.memory.tiers.disk.folder import Folder
     from stemma.native.library import KernelReport
@@ -63,14 +65,22 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     **flags: Any,
 ) -> None:
-    """Print what a bug report needs: kernels, memory, versions, tiers. Takes the flags of serve."""
+    """Print what a bug report needs: kernels, memory, versions, tiers; of a URL, what that server says."""
     console = Console(soft_wrap=True, highlight=False)
+    report: Report | RunningServer
     with console.status("looking"):
-        report = gather(*_settings(config, flags))
+        if (url := _url(flags.get("model"))) is not None:
+            from stemma.cli.doctor.server import examine_server
+
+            report = examine_server(url)
+            lines = described(report.rows(), report.problems)
+        else:
+            report = gather(*_settings(config, flags))
+            lines = describe(report)
     if as_json:
         typer.echo(orjson.dumps(report, option=orjson.OPT_INDENT_2, default=str))
     else:
-        for line in describe(report):
+        for line in lines:
             console.print(line)
     if report.problems:
         raise typer.Exit(EXIT_PROBLEMS)
@@ -143,10 +153,21 @@ def describe(report: Report) -> list[str]:
         ("demo model", _demo_line(report.demo)),
         *([] if report.model is None else [("model", _model_line(report.model))]),
     ]
+    return described(rows, report.problems)
+
+
+def described(rows: Iterable[tuple[str, str]], problems: Sequence[str]) -> list[str]:
+    """Return rows, and what is wrong, as lines with rich's markup."""
     lines = [f"[bold]{name:<13}[/] {escape(text)}" for name, text in rows]
-    if not report.problems:
+    if not problems:
         return [*lines, "[green]nothing is wrong[/]"]
-    return [*lines, *(f"[red]wrong:[/] {escape(problem)}" for problem in report.problems)]
+    return [*lines, *(f"[red]wrong:[/] {escape(problem)}" for problem in problems)]
+
+
+def _url(given: Path | None) -> str | None:
+    """Return the URL that stands where a model may; a path has one of its slashes only."""
+    scheme, separator, rest = str(given).partition(":/")
+    return f"{scheme}://{rest.lstrip('/')}" if separator and scheme in ("http", "https") else None
 
 
 def _settings(config: Path | None, flags: dict[str, Any]) -> tuple[Settings, bool]:

@@ -1,4 +1,5 @@
 import { Charts } from "/dashboard/charts.js";
+import { explanationNodes, quoted } from "/dashboard/explained.js";
 import { ask, dropKey, follow, Refused, setKey } from "/dashboard/feed.js";
 import { span, Tree } from "/dashboard/tree.js";
 
@@ -82,33 +83,12 @@ function tenants(shown) {
   $("tenants").tBodies[0].replaceWith(rows);
 }
 
-// Two texts that begin alike: what differs is marked.
-function quoted(title, common, text) {
-  const part = document.createElement("div");
-  const shared = text.startsWith(common) ? common : "";
-  const pre = document.createElement("pre");
-  pre.append(shared, Object.assign(document.createElement("mark"), { textContent: text.slice(shared.length) }));
-  part.append(Object.assign(document.createElement("strong"), { textContent: title }), pre);
-  return part;
-}
-
 async function explain(request) {
   const body = $("why-body");
   body.replaceChildren();
   try {
     const found = await ask(`/admin/explain?request=${encodeURIComponent(request)}`);
-    const list = document.createElement("p");
-    const tiers = Object.entries(found.cached_tokens_by_tier).map(([tier, n]) => `${number(n)} from ${tier}`);
-    list.textContent = `${number(found.prompt_tokens)} prompt tokens: ${[...tiers, `${number(found.computed_tokens)} computed`].join(", ")}.`;
-    const reason = document.createElement("p");
-    reason.textContent = found.reason === null ? "Nothing missed." : `${found.reason}: ${found.detail ?? ""}`;
-    body.append(list, reason);
-    const place = found.parts_at;
-    if (place) {
-      body.append(Object.assign(document.createElement("p"), { textContent: `At token ${number(place.token)} of ${number(place.of)}:` }));
-      if (place.cached !== null) body.append(quoted("cached", place.common, place.cached));
-      body.append(quoted("this request", place.common, place.yours));
-    }
+    body.append(...explanationNodes(found));
   } catch (problem) { body.textContent = problem.message; }
   $("why-title").textContent = `Why ${request.slice(0, 40)} missed`;
   $("why").showModal();
@@ -123,8 +103,8 @@ async function divergences() {
     for (const one of found.divergences) {
       const item = document.createElement("li");
       item.append(one.advice);
-      if (one.example.cached !== null) item.append(quoted("cached", one.example.common, one.example.cached));
-      item.append(quoted("a request", one.example.common, one.example.yours));
+      if (one.example.cached !== null) item.append(...quoted("cached", one.example.common, one.example.cached));
+      item.append(...quoted("a request", one.example.common, one.example.yours));
       list.append(item);
     }
     part.replaceChildren(list);

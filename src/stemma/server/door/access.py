@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from stemma.config.settings import ServerSettings
+from stemma.config.server_settings import ServerSettings
 from stemma.config.words import read_key
 from stemma.errors import ConfigError, Forbidden, Unauthorized, WrongMediaType
 from stemma.server.door.caller import caller

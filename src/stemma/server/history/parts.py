@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from stemma.config.settings import ServerSettings
+from stemma.config.server_settings import ServerSettings
 from stemma.engine.client import EngineClient
 from stemma.errors import StorageError
 from stemma.server.history.answers import WrittenAnswers

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from stemma.config.settings import ServerSettings
+from stemma.config.server_settings import ServerSettings
 from stemma.server.door.caller import caller
 
 FIELDS = "fields"

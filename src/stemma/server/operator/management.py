@@ -45,6 +45,7 @@ def _model_cards(context: OperatorContext) -> list[dict[str, Any]]:
         "created": context.lifecycle.started_at,
         "owned_by": "stemma",
         "max_model_len": context.engine.max_model_len,
+        "input_modalities": ["text"] if context.engine.images is None else ["text", "image"],
     }
     served, *others = served_names(context.engine)
     return [

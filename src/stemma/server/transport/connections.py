@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from stemma.budgets import Budget
-from stemma.config.settings import ServerSettings
+from stemma.config.server_settings import ServerSettings
 from stemma.server.door.sockets import SOCKET, OpenSocket, OpenSockets
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from types import TracebackType
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stemma.config.settings import Settings, TLSSettings
+from stemma.config.server_settings import TLSSettings
+from stemma.config.settings import Settings
 from stemma.errors import ConfigError
 from stemma.server.errors import json_response
 from stemma.server.transport.tls import ReloadableContext

@@ -7,7 +7,7 @@ import ssl
 from pathlib import Path
 from typing import Any, Self
 
-from stemma.config.settings import TLSSettings
+from stemma.config.server_settings import TLSSettings
 from stemma.config.words import warn_if_others_read
 from stemma.errors import ConfigError
 

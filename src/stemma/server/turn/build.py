@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
-from stemma.config.settings import RequestSettings
+from stemma.config.server_settings import RequestSettings
 from stemma.engine.api import GenerationRequest
 from stemma.engine.pooling import Pooling
 from stemma.engine.sampling.params import BeamParams, SamplingParams

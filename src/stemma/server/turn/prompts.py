@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from stemma.config.settings import RequestSettings
+from stemma.config.server_settings import RequestSettings
 from stemma.errors import InvalidRequest, PromptTooLong
 from stemma.model.lora.adapter import Adapter
 from stemma.model.text.tokenizer import Tokenizer

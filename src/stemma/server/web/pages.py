@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,9 +16,8 @@ router = Router(openai_error)
 _PAGES = "stemma.insight.page"
 _SWAGGER = "fastapi_offline"
 _FILES = {
-    "/chat/chat.js": (_PAGES, "chat.js"),
-    "/chat/chat.css": (_PAGES, "chat.css"),
-    "/chat/style.css": (_PAGES, "style.css"),
+    **{f"/chat/{one.name}": (_PAGES, f"chat/{one.name}") for one in files(_PAGES).joinpath("chat").iterdir()},
+    **{f"/chat/{name}": (_PAGES, name) for name in ("style.css", "elements.js", "explained.js")},
     "/docs/docs.js": (_PAGES, "docs.js"),
     "/docs/swagger-ui.js": (_SWAGGER, "static/swagger-ui-bundle.js"),
     "/docs/swagger-ui.css": (_SWAGGER, "static/swagger-ui.css"),
@@ -27,7 +28,7 @@ _FILES = {
 @router.get("/", PUBLIC, sends=("text/html",))
 async def chat_page(request: Request) -> Response:
     """A page to chat on, which shows what each turn reused."""
-    return asset(_PAGES, "chat.html")
+    return asset(_PAGES, "chat/chat.html")
 
 
 @router.get("/docs", PUBLIC, sends=("text/html",))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-    from stemma.config.settings import ServerSettings
+    from stemma.config.server_settings import ServerSettings
     from stemma.model.text.tokenizer import Tokenizer
 
 
@@ -75,7 +75,7 @@ def command(
     admin_key_file: Annotated[Path | None, typer.Option(help="File that holds it instead.")] = None,
 ) -> None:
     """Send each request to the best of equal servers, or to a prefill and then to a decode server."""
-    from stemma.config.settings import ServerSettings
+    from stemma.config.server_settings import ServerSettings
     from stemma.config.sizes import parse_size
     from stemma.config.words import check_key, read_key
     from stemma.errors import ConfigError

@@ -136,7 +136,7 @@ def _pairs(given: Sequence[str], flag: str) -> dict[str, str]:
     for pair in given:
         name, separator, model = pair.partition("=")
         if not (name and separator and model):
-            raise ConfigError(f"{flag}: expected NAME=MODEL, got {pair!r}")
+            raise ConfigError(f"{flag}: expected NAME=MODEL, got {pair!r}; one model's name is --served-name")
         found[name] = model
     return found
 

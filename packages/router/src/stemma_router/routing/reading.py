@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from stemma.config.settings import ServerSettings
+from stemma.config.server_settings import ServerSettings
 from stemma.server.apis.messages.blocks import chat_fields as of_messages
 from stemma.server.apis.responses.items import chat_fields as of_responses
 from stemma.server.schemas.messages import MessagesRequest

@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from stemma.budgets import Holding
-from stemma.config.settings import ServerSettings
+from stemma.config.server_settings import ServerSettings
 from stemma.errors import ClientDisconnected, InvalidRequest, OverBudget, StemmaError
 from stemma.http import async_http_client
 from stemma.server.door.access import Access, is_loopback

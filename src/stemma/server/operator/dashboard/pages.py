@@ -18,7 +18,7 @@ from stemma.server.web.assets import asset
 
 router = Router(openai_error)
 _PAGES = "stemma.insight.page"
-_FILES = frozenset({"style.css", "app.js", "charts.js", "tree.js", "feed.js"})
+_FILES = frozenset({"style.css", "app.js", "charts.js", "tree.js", "feed.js", "elements.js", "explained.js"})
 NO_PLOTLY = "charts need plotly: pip install 'stemma-llm[dashboard]'"
 
 
