@@ -124,8 +124,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         if not package.name.startswith("stemma") and package.suffix != ".pth":
             (folder / "dependencies" / package.name).symlink_to(package)
     (packages / "dependencies.pth").write_text(f"{folder / 'dependencies'}\n")
-    wheels = sorted((folder / "dist").iterdir())
-    install = [python, "-m", "pip", "install", "-q", "--no-index", "-c", ROOT / "constraints.txt", *wheels]
+    wheels = sorted(map(str, (folder / "dist").iterdir()))
+    install = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "-c",
+        str(ROOT / "constraints.txt"),
+        *wheels,
+    ]
     subprocess.run(install, check=True, timeout=300)
     (folder / "empty").mkdir()
     environ = {
