@@ -49,10 +49,9 @@ def test_an_error_keeps_its_traceback_in_one_line(record: logging.LogRecord) -> 
     assert "ValueError: wrong" in orjson.loads(text)["exception"]
 
 
-def test_an_application_that_has_handlers_keeps_them() -> None:
-    handlers = list(logging.getLogger().handlers)
+def test_an_application_that_has_handlers_keeps_them_and_its_levels() -> None:
+    handlers, level = list(logging.getLogger().handlers), logging.getLogger("stemma").level
     assert handlers, "pytest's own"
-    set_up_logs(ServerSettings(log_level="info"))
+    set_up_logs(ServerSettings(log_level="debug"))
     assert logging.getLogger().handlers == handlers
-    assert logging.getLogger("stemma").level == logging.INFO
-    set_up_logs(ServerSettings())
+    assert logging.getLogger("stemma").level == level

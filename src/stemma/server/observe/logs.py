@@ -53,11 +53,11 @@ class JsonLines(logging.Formatter):
 
 def set_up_logs(settings: ServerSettings) -> None:
     """Write logs as the settings say, unless this process's own set-up came first."""
-    for name in _LEVELLED:
-        logging.getLogger(name).setLevel(settings.log_level.upper())
     root = logging.getLogger()
     if root.handlers:
         return
+    for name in _LEVELLED:
+        logging.getLogger(name).setLevel(settings.log_level.upper())
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if settings.log_format == "json" else TextLines())
     root.addHandler(handler)
