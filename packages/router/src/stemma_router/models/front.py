@@ -170,8 +170,8 @@ async def _end(asking: asyncio.Future[Response], answer: Response | None) -> Non
         with suppress(asyncio.CancelledError, StemmaError):
             await asking
     if isinstance(answer, Relayed):
+        answer.when_over()  # first: what is awaited here may be cancelled
         await answer.drop()
-        answer.when_over()
 
 
 def create_models_app(front: Front, models: Models, relay: Relay) -> FastAPI:
