@@ -21,7 +21,7 @@ import httpx
 
 from stemma.cli.ready_line import READY
 
-_PROMPT = " ".join(f"{number} trees" for number in range(700))
+_PROMPT = " ".join(f"{number} trees" for number in range(500))
 _NAMES = ("first", "second")
 
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator, MutableMapping
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import orjson
 import pytest
+from fastapi import FastAPI
+from packages.router.tests.upstream import Upstream
 
 from stemma.config.loading import load_settings
+from stemma.config.server_settings import ServerSettings
 from stemma.errors import ConfigError, EngineFailed, StemmaError, UnknownModel
-from stemma_router.models.command import child_flags, named_models
+from stemma.server.door.access import Access
+from stemma_router.models.command import check_shareable, child_flags, named_models
+from stemma_router.models.front import make_front
 from stemma_router.models.loaded import Models, State
+from stemma_router.routing.relay import Relay, RouteOptions, relay_client
 
 
 class FakeServer:
@@ -25,8 +32,7 @@ class FakeServer:
         self.url, self._name, self._gate, self._most = "", name, gate, most
         self.fails = name.startswith("broken")
 
-    def start(self, on_line: Callable[[str], None]) -> None:
-        on_line("reading weights")
+    def start(self) -> None:
         assert self._gate.wait(10)
         if self.fails:
             raise StemmaError("no such file")
@@ -142,5 +148,90 @@ def test_names_and_flags_of_each_model() -> None:
         "--kv-cache-fraction=0.25",  # half of it on a CPU
         "--disk-cache-size=2500000000",
     ]
-    with pytest.raises(ConfigError, match="--memory-limit is for one model"):
-        child_flags(settings, None, {"memory_limit": 1}, "q", 4, 2)
+    with pytest.raises(ConfigError, match=r"NAME=MODEL, got '\.\.=x'"):
+        named_models(["..=x"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"memory_limit": 1}, {"kv_events": "tcp://127.0.0.1:1"}, {"tls_cert": "c.pem", "tls_key": "k.pem"}],
+)
+def test_what_one_server_alone_can_have_is_refused_wherever_it_is_set(given: dict[str, Any]) -> None:
+    variables = {f"STEMMA_{name.upper()}": str(value) for name, value in given.items()}
+    with pytest.raises(ConfigError, match="is for one model"):
+        check_shareable(load_settings(environ=variables, flags={"model": "m"}))
+    check_shareable(load_settings(flags={"model": "m", "api_key": "k", "host_cache": "1GB"}))
+
+
+@pytest.fixture
+def upstream() -> Iterator[Upstream]:
+    server = Upstream("a")
+    yield server
+    server.stop()
+
+
+class Behind(FakeServer):
+    """A model whose requests a real server answers."""
+
+    behind = ""
+
+    def start(self) -> None:
+        super().start()
+        self.url = self.behind
+
+
+async def called(app: FastAPI, body: dict[str, Any], *, leave_after: bytes) -> bytes:
+    """Return what a client got that leaves once it has seen `leave_after`."""
+    got, left = b"", asyncio.Event()
+    messages = [{"type": "http.request", "body": orjson.dumps(body), "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal got
+        got += message.get("body", b"")
+        if leave_after in got:
+            left.set()
+            await asyncio.sleep(0.01)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": headers,
+    }
+    scope |= {"http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}
+    await app(scope, receive, send)
+    return got
+
+
+@pytest.mark.parametrize("leave_after", [b": a is", b"data: a 0"])
+async def test_a_client_that_leaves_a_stream_gives_its_place_and_its_bytes_back(
+    upstream: Upstream, leave_after: bytes
+) -> None:
+    gate = threading.Event()
+    FakeServer.running, Behind.behind = set(), upstream.url
+    held = Models({name: partial(Behind, name, gate, [0]) for name in "ab"}, max_loaded=1)
+    options = RouteOptions(access=Access(ServerSettings()))
+    relay = Relay(relay_client(), options)
+    app = make_front(held, {}, relay, options)
+    asking = asyncio.create_task(
+        called(app, {"model": "a", "stream": True, "prompt": "x" * 99}, leave_after=leave_after)
+    )
+    while held.find("a").state is not State.LOADING:
+        await asyncio.sleep(0.01)
+    if leave_after.startswith(b"data"):  # who stays: while the model is loaded the body is held
+        assert relay.bodies.held() > 99
+    gate.set()
+    assert leave_after in await asking
+    async with asyncio.timeout(10):
+        assert await use(held, "b")
+    assert (held.find("a").num_under_way, held.find("a").num_waiting, relay.bodies.held()) == (0, 0, 0)
+    await held.close()
+    await relay.client.aclose()

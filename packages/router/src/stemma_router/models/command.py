@@ -18,7 +18,7 @@ from stemma_router.models.loaded import Models
 
 _ALONE = (
     *("kv_events", "kv_events_replay", "record_trace", "public_prefixes", "batch_directory", "served_name"),
-    *("management_port", "metrics_port", "management_host", "tls_cert", "memory_limit", "kv_cache_memory"),
+    *("management_port", "metrics_port", "management_host", "tls_cert", "memory_limit"),
 )
 """Settings of one server: two would take the same port, file or bytes."""
 _FRONT = ("host", "port")
@@ -44,6 +44,7 @@ def serve_models(
     from stemma_router.models.front import make_front
     from stemma_router.routing.relay import Relay, RouteOptions, relay_client
 
+    check_shareable(settings)
     paths = named_models(models)
     makers = {
         name: partial(_process, path, child_flags(settings, config, flags, name, len(paths), max_loaded))
@@ -66,17 +67,28 @@ def serve_models(
     serve_proxy(app, server)
 
 
+def check_shareable(settings: Settings) -> None:
+    """Raise ConfigError for a setting that only one server can have, wherever it was set."""
+    given = settings.model_dump(exclude_defaults=True)
+    for name in _ALONE:
+        value: Any = given
+        for part in setting_fields()[name].path:
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            raise ConfigError(f"{flag_of(name)} is for one model: several can't share it; leave it out")
+
+
 def named_models(models: Sequence[str]) -> dict[str, str]:
     """Return what is served by name: ``NAME=PATH``, or a path whose last part is its name.
 
-    Raises ConfigError for a name that is given twice.
+    Raises ConfigError for a name that is given twice, or that can't name a directory.
     """
     found: dict[str, str] = {}
     for given in models:
         name, separator, path = given.partition("=")
         if not separator:
             name, path = Path(given).stem if given.endswith(".gguf") else Path(given).name, given
-        if not (name and path):
+        if not (name and path) or name.startswith("."):
             raise ConfigError(f"expected a model or NAME=MODEL, got {given!r}")
         if name in found:
             raise ConfigError(f"two models are called {name!r}: give one another name, NAME={path}")
@@ -92,18 +104,11 @@ def child_flags(
     num_models: int,
     max_loaded: int,
 ) -> list[str]:
-    """Return the flags of one model's server: the given ones, in its own directory and share of memory.
-
-    Raises ConfigError for a setting that only one server can have.
-    """
+    """Return the flags of one model's server: the given ones, in its own directory and share of memory."""
     given = {flag: value for flag, value in flags.items() if value is not None and flag in setting_fields()}
-    for flag in _ALONE:
-        if flag in given:
-            raise ConfigError(
-                f"{flag_of(flag)} is for one model: several servers can't share it; leave it out"
-            )
     own: dict[str, Any] = {"served_name": name, "host": "127.0.0.1"}
-    if (num_loaded := min(max_loaded, num_models)) > 1:
+    num_loaded = min(max_loaded, num_models)
+    if num_loaded > 1 and settings.engine.cache.kv_cache_memory is None:
         own |= {"kv_cache_fraction": _memory_share(settings.engine) / num_loaded}
     tiers = settings.engine.tiers
     if tiers.disk_cache is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -13,12 +13,13 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from stemma.errors import StemmaError
-from stemma.server.errors import json_response, openai_body, openai_error
+from stemma.server.door.caller import caller
+from stemma.server.errors import json_response, openai_error
 from stemma.server.transport.headers import Entrance
-from stemma.server.transport.sse import event
+from stemma.server.transport.sse import EventStream, told_as
 from stemma_router.models.loaded import Model, Models, State
 from stemma_router.routing.metrics import render
 from stemma_router.routing.relay import (
@@ -63,10 +64,11 @@ class Front:
         model, content = self._chosen(body, content)
         path, headers = path_of(request), kept_headers(request)
         if body.get("stream") is True and model.state is not State.LOADED:
-            return StreamingResponse(
-                self._told(model, path, content, headers), media_type="text/event-stream"
-            )
-        return await self._asked(model, path, content, headers)
+            one = caller()  # the body waits for the load: it counts until the answer's end
+            one.holding.take(self._relay.bodies, len(content), one.tenant)
+            told = self._told(model, request.method, path, content, headers)
+            return EventStream(told, told=told_as(openai_error))
+        return await self._asked(model, request.method, path, content, headers)
 
     def _chosen(self, body: dict[str, Any], content: bytes) -> tuple[Model, bytes]:
         """Return the model that a request means, and its body in that model's name. Raises UnknownModel."""
@@ -77,10 +79,12 @@ class Front:
             return model, content
         return model, orjson.dumps({**body, "model": model.name})
 
-    async def _asked(self, model: Model, path: str, content: bytes, headers: dict[str, str]) -> Response:
+    async def _asked(
+        self, model: Model, method: str, path: str, content: bytes, headers: dict[str, str]
+    ) -> Response:
         url = await self._models.acquire(model)
         try:
-            answer = await self._relay.ask(url + path, content, headers)
+            answer = await self._relay.ask(url + path, content, headers, method=method)
         except httpx.HTTPError:
             self._models.release(model)
             return nobody_answers()
@@ -94,14 +98,13 @@ class Front:
         return answer
 
     async def _told(
-        self, model: Model, path: str, content: bytes, headers: dict[str, str]
+        self, model: Model, method: str, path: str, content: bytes, headers: dict[str, str]
     ) -> AsyncGenerator[bytes, None]:
         """Yield comments on the load, then the answer's events; an error is an event, too."""
-        asking = asyncio.ensure_future(self._asked(model, path, content, headers))
-        answer: Response | None = None
+        asking = asyncio.ensure_future(self._asked(model, method, path, content, headers))
         try:
             while not asking.done():
-                yield f": {model.name} is {model.state}: {model.told}".replace("\n", " ").encode() + b"\n\n"
+                yield f": {model.name} is {model.state}\n\n".encode()
                 await asyncio.wait([asking], timeout=_COMMENT_S)
             answer = asking.result()
             if not isinstance(answer, Relayed):
@@ -109,10 +112,8 @@ class Front:
                 return
             async for chunk in answer.body_iterator:
                 yield chunk if isinstance(chunk, bytes) else bytes(str(chunk), "utf-8")
-        except StemmaError as error:
-            yield event(openai_body(str(error), "server_error"))
         finally:
-            await _end(asking, answer)
+            await _end(asking)
 
     async def list_models(self, request: Request) -> Response:
         """All models with their states, and the aliases."""
@@ -163,15 +164,15 @@ class Front:
         return loaded, loads, under_way
 
 
-async def _end(asking: asyncio.Future[Response], answer: Response | None) -> None:
-    """End what a client that left, or an error, leaves open."""
+async def _end(asking: asyncio.Future[Response]) -> None:
+    """End what a client that left, or an error, leaves open. What is awaited here may be cancelled."""
     if not asking.done():
-        asking.cancel()
-        with suppress(asyncio.CancelledError, StemmaError):
-            await asking
-    if isinstance(answer, Relayed):
-        answer.when_over()  # first: what is awaited here may be cancelled
-        await answer.drop()
+        asking.cancel()  # it gives its place back by itself
+    elif not asking.cancelled() and asking.exception() is None:
+        answer = asking.result()
+        if isinstance(answer, Relayed):
+            answer.when_over()
+            await answer.drop()
 
 
 def create_models_app(front: Front, models: Models, relay: Relay) -> FastAPI:

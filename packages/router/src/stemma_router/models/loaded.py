@@ -11,16 +11,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from stemma.errors import EngineFailed, ShuttingDown, StemmaError, UnknownModel
+from stemma.errors import EngineFailed, ShuttingDown, UnknownModel
 
 _log = logging.getLogger(__name__)
 RETRY_S = 10.0
 """How long a model that failed to start isn't started again."""
+_MOST_WORDS = 300
+"""Characters of a failure that clients are told; the log has all."""
 _LOOK_S = 0.5
 """How often it is looked whether a process has died or idled for too long."""
 
@@ -30,7 +31,7 @@ class Server(Protocol):
 
     url: str
 
-    def start(self, on_line: Callable[[str], None]) -> None:
+    def start(self) -> None:
         """Start it; raise StemmaError with its last words if it dies before it is ready."""
 
     def stop(self) -> int:
@@ -71,8 +72,8 @@ class Model:
     """When it came into its state."""
     load_s: float = 1.0
     """How long its last load took."""
-    told: str = ""
-    """What its process said last while it was loading, or why it failed."""
+    failure: str = ""
+    """Why its last load failed: the last line of what its process said."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -138,7 +139,7 @@ class Models:
                 self._ask_for(model)
                 await model.changed.wait()
                 if model.state is State.FAILED:
-                    raise EngineFailed(f"{model.name} can't be loaded: {model.told}")
+                    raise EngineFailed(f"{model.name} can't be loaded: {model.failure}")
         finally:
             model.num_waiting -= 1
         assert model.server is not None
@@ -156,32 +157,25 @@ class Models:
         if self._is_closed:
             raise ShuttingDown("the server is shutting down")
         if model.state is State.FAILED and self._clock() < model.since + RETRY_S:
-            raise EngineFailed(f"{model.name} can't be loaded: {model.told}")
+            raise EngineFailed(f"{model.name} can't be loaded: {model.failure}")
         if model.state in (State.UNLOADED, State.FAILED):
             model.becomes(State.QUEUED, self._clock())
             self._tasks[model.name] = asyncio.create_task(self._load(model))
 
     async def _load(self, model: Model) -> None:
         async with self._loading:
-            await self._make_room()
-            began = self._clock()
-            model.becomes(State.LOADING, began)
-            model.server = server = model.make()
-
-            def note(line: str) -> None:
-                model.told = line
-
             try:
-                await asyncio.to_thread(server.start, note)
-            except (StemmaError, OSError) as error:
-                model.told, model.server = str(error), None
+                await self._make_room()
+                began = self._clock()
+                model.becomes(State.LOADING, began)
+                model.server = model.make()
+                await asyncio.to_thread(model.server.start)
+            except Exception as error:  # noqa: BLE001 - else who waits for it would wait for ever
                 _log.error("%s can't be loaded: %s", model.name, error)
+                last = [type(error).__name__, *str(error).splitlines()][-1]
+                model.failure, model.server = last[:_MOST_WORDS], None
                 model.becomes(State.FAILED, self._clock())
                 return
-            except asyncio.CancelledError:  # the end: whatever has started goes with this process
-                with suppress(OSError):
-                    server.kill()
-                raise
         model.num_loads += 1
         model.load_s = max(self._clock() - began, 0.1)
         model.used_at = self._clock()
@@ -217,7 +211,6 @@ class Models:
                 await model.changed.wait()
             return
         await asyncio.to_thread(server.stop)
-        model.told = ""
         model.becomes(State.UNLOADED, self._clock())
 
     async def keep_looking(self) -> None:
@@ -225,7 +218,10 @@ class Models:
         while True:
             await asyncio.sleep(_LOOK_S)
             for model in self.loaded:
-                await self._look_at(model)
+                try:
+                    await self._look_at(model)
+                except OSError:
+                    _log.exception("%s can't be looked at", model.name)
 
     async def _look_at(self, model: Model) -> None:
         now = self._clock()
