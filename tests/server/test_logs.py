@@ -49,6 +49,11 @@ def test_an_error_keeps_its_traceback_in_one_line(record: logging.LogRecord) -> 
     assert "ValueError: wrong" in orjson.loads(text)["exception"]
 
 
+def test_bytes_that_are_no_text_lose_no_line(record: logging.LogRecord) -> None:
+    record.args = (b"/x\xff".decode(errors="surrogateescape"),)
+    assert "is full" in orjson.loads(JsonLines().format(record).replace("\\udcff", "?"))["message"]
+
+
 def test_an_application_that_has_handlers_keeps_them_and_its_levels() -> None:
     handlers, level = list(logging.getLogger().handlers), logging.getLogger("stemma").level
     assert handlers, "pytest's own"

@@ -105,12 +105,14 @@ def _processor_template(path: Path) -> str | None:
 
 def _given_template(path: Path) -> str:
     try:
-        if path.stat().st_size > _MAX_TEMPLATE_BYTES:
-            raise ConfigError(f"chat_template {path} has more than {_MAX_TEMPLATE_BYTES} bytes")
-        template = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_MAX_TEMPLATE_BYTES + 1)
+        template = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"chat_template {path} can't be read as a file of text: {reason}") from error
+    if len(content) > _MAX_TEMPLATE_BYTES:
+        raise ConfigError(f"chat_template {path} has more than {_MAX_TEMPLATE_BYTES} bytes")
     try:
         _parsed(template)
     except (TemplateError, RecursionError) as error:

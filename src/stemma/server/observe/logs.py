@@ -6,11 +6,10 @@ answered, and the message.
 
 from __future__ import annotations
 
+import json
 import logging
 from datetime import UTC, datetime
 from typing import Any
-
-import orjson
 
 from stemma.config.server_settings import ServerSettings
 from stemma.server.door.caller import caller
@@ -48,7 +47,8 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         line.update(getattr(record, FIELDS, {}))
-        return orjson.dumps(line, default=str).decode()
+        # Not orjson: a path may hold bytes that are no text, and a log loses no line.
+        return json.dumps(line, default=str)
 
 
 def set_up_logs(settings: ServerSettings) -> None:
