@@ -118,6 +118,28 @@ async def test_a_process_that_died_is_started_again() -> None:
     await held.close()
 
 
+async def test_a_process_that_hangs_is_ended_though_its_answers_never_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stemma_router.models.loaded.HUNG_S", 0.0)
+    gate, said = threading.Event(), asyncio.Event()
+    gate.set()
+    FakeServer.running = set()
+
+    async def answers(url: str) -> bool:
+        return not (url == "http://a" and said.is_set())
+
+    makers = {name: partial(FakeServer, name, gate, [0]) for name in "ab"}
+    held = Models(makers, max_loaded=1, answers=answers)
+    looking = asyncio.create_task(held.keep_looking())
+    await held.acquire(held.find("a"))  # never released
+    other = asyncio.create_task(use(held, "b"))
+    said.set()
+    assert await other == "http://b"
+    looking.cancel()
+    await held.close()
+
+
 async def test_what_idles_is_unloaded() -> None:
     held, _ = models("a", idle_s=0.0)
     looking = asyncio.create_task(held.keep_looking())

@@ -41,7 +41,7 @@ def serve_models(
     """
     from stemma.server.door.access import Access
     from stemma_router.commands.route import end_by_exception, serve_proxy
-    from stemma_router.models.front import make_front
+    from stemma_router.models.front import is_well, make_front
     from stemma_router.routing.relay import Relay, RouteOptions, relay_client
 
     check_shareable(settings)
@@ -56,8 +56,9 @@ def serve_models(
     options = RouteOptions(
         server.host, server.max_body_bytes, access.admin_key, server.body_memory, server.answer_memory, access
     )
-    state = Models(makers, max_loaded=min(max_loaded, len(paths)), idle_s=idle_s)
     relay = Relay(relay_client(), options)
+    answers = partial(is_well, relay.client)
+    state = Models(makers, max_loaded=min(max_loaded, len(paths)), idle_s=idle_s, answers=answers)
     app = make_front(state, _pairs(aliases, "--alias"), relay, options)
     Console(soft_wrap=True, highlight=False).print(
         f"{len(paths)} models, {min(max_loaded, len(paths))} loaded at most, each when it is asked for: "

@@ -32,6 +32,7 @@ from stemma_router.routing.relay import (
     read_body,
 )
 
+_LOOK_TIMEOUT_S = 5.0
 _COMMENT_S = 2.0
 """Between two comments of a stream whose model is being loaded."""
 
@@ -162,6 +163,14 @@ class Front:
             loads.add_metric([one.name], one.num_loads)
             under_way.add_metric([one.name], one.num_under_way)
         return loaded, loads, under_way
+
+
+async def is_well(client: httpx.AsyncClient, url: str) -> bool:
+    """Return whether a server answers that it is; one that is busy does, one that hangs doesn't."""
+    try:
+        return (await client.get(f"{url}/health", timeout=_LOOK_TIMEOUT_S)).is_success
+    except httpx.HTTPError:
+        return False
 
 
 async def _end(asking: asyncio.Future[Response]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -20,6 +20,8 @@ from stemma.errors import EngineFailed, ShuttingDown, UnknownModel
 _log = logging.getLogger(__name__)
 RETRY_S = 10.0
 """How long a model that failed to start isn't started again."""
+HUNG_S = 30.0
+"""How long a server may say nothing before it is ended: else those that wait for its place would wait too."""
 _MOST_WORDS = 300
 """Characters of a failure that clients are told; the log has all."""
 _LOOK_S = 0.5
@@ -68,6 +70,8 @@ class Model:
     """Requests that wait for it to be loaded."""
     num_loads: int = 0
     used_at: float = 0.0
+    heard_at: float = 0.0
+    """When its server last said that it is well."""
     since: float = 0.0
     """When it came into its state."""
     load_s: float = 1.0
@@ -101,12 +105,17 @@ class Models:
         *,
         max_loaded: int,
         idle_s: float | None = None,
+        answers: Callable[[str], Awaitable[bool]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`makers` make a model's process, which isn't started yet. `idle_s`: unload what idles so long."""
+        """`makers` make a model's process, which isn't started yet. `idle_s`: unload what idles so long.
+
+        `answers` asks a server by its URL whether it is well; one that isn't for `HUNG_S` is ended.
+        """
         self.by_name = {name: Model(name, make) for name, make in makers.items()}
         self._max_loaded = max_loaded
         self._idle_s = idle_s
+        self._answers = answers
         self._clock = clock
         self._loading = asyncio.Lock()
         """Fair: loads happen one by one, in the order in which they were asked for."""
@@ -178,7 +187,7 @@ class Models:
                 return
         model.num_loads += 1
         model.load_s = max(self._clock() - began, 0.1)
-        model.used_at = self._clock()
+        model.used_at = model.heard_at = self._clock()
         model.becomes(State.LOADED, self._clock())
 
     async def _make_room(self) -> None:
@@ -210,32 +219,45 @@ class Models:
             if model.state is State.LEAVING:
                 await model.changed.wait()
             return
-        await asyncio.to_thread(server.stop)
-        model.becomes(State.UNLOADED, self._clock())
+        try:
+            await asyncio.to_thread(server.stop)
+        finally:
+            model.becomes(State.UNLOADED, self._clock())
 
     async def keep_looking(self) -> None:
-        """Notice processes that died, and unload models that idle; for ever."""
+        """Notice processes that died or hang, and unload models that idle; for ever."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            for model in self.loaded:
-                try:
-                    await self._look_at(model)
-                except OSError:
-                    _log.exception("%s can't be looked at", model.name)
+            here = [one for one in self.by_name.values() if one.state in (State.LOADED, State.LEAVING)]
+            for found in await asyncio.gather(*map(self._look_at, here), return_exceptions=True):
+                if isinstance(found, Exception):
+                    _log.error("a model can't be looked at: %s", found)
 
     async def _look_at(self, model: Model) -> None:
-        now = self._clock()
-        assert model.server is not None
-        if not model.server.is_running():
-            _log.error("the process of %s has died; the next request starts it again", model.name)
-            model.server.kill()  # gathers what is left of it
+        server = model.server
+        if server is None:  # it is being stopped
+            return
+        if not server.is_running() or await self._hangs(model, server):
+            if model.server is not server:  # stopped meanwhile
+                return
             model.server = None
-            model.becomes(State.UNLOADED, now)
+            model.becomes(State.LEAVING, self._clock())  # it takes no request any more
+            _log.error("the process of %s has died or hangs; the next request starts it again", model.name)
+            await asyncio.to_thread(server.kill)
+            model.becomes(State.UNLOADED, self._clock())
             self._freed.set()
-        elif self._idle_s is not None and not model.is_wanted and now - model.used_at >= self._idle_s:
+            return
+        now = self._clock()
+        is_idle = model.state is State.LOADED and not model.is_wanted
+        if self._idle_s is not None and is_idle and now - model.used_at >= self._idle_s:
             model.becomes(State.LEAVING, now)
             await self._unload(model)
             self._freed.set()
+
+    async def _hangs(self, model: Model, server: Server) -> bool:
+        if self._answers is None or await self._answers(server.url):
+            model.heard_at = self._clock()
+        return self._clock() - model.heard_at > HUNG_S
 
     async def close(self) -> None:
         """End all loads and all processes."""
