@@ -233,6 +233,12 @@ struct PairTable {
 };
 static const PairTable KV_PAIRS;
 
+#if defined(__AVX2__)
+static inline __m128i two_halves(const uint8_t* lower, const uint8_t* upper) {
+    return _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)lower), _mm_loadl_epi64((const __m128i*)upper));
+}
+#endif
+
 // Adds to each of n ranks that is 3 the next of `deeper`. Returns how many were.
 static int64_t go_on(uint8_t* ranks, int64_t n, const uint8_t* deeper) {
     int64_t i = 0, next = 0;
@@ -242,9 +248,8 @@ static int64_t go_on(uint8_t* ranks, int64_t n, const uint8_t* deeper) {
         const __m128i here = _mm_loadu_si128((const __m128i*)(ranks + i));
         const unsigned mask = unsigned(_mm_movemask_epi8(_mm_cmpeq_epi8(here, _mm_set1_epi8(3))));
         const int first = __builtin_popcount(mask & 255);
-        const __m128i take = _mm_or_si128(upper, _mm_set_epi64x(*(const int64_t*)KV_SPREAD.at[mask >> 8],
-                                                                *(const int64_t*)KV_SPREAD.at[mask & 255]));
-        const __m128i more = _mm_set_epi64x(*(const int64_t*)(deeper + next + first), *(const int64_t*)(deeper + next));
+        const __m128i take = _mm_or_si128(upper, two_halves(KV_SPREAD.at[mask & 255], KV_SPREAD.at[mask >> 8]));
+        const __m128i more = two_halves(deeper + next, deeper + next + first);
         _mm_storeu_si128((__m128i*)(ranks + i), _mm_add_epi8(here, _mm_shuffle_epi8(more, take)));
         next += first + __builtin_popcount(mask >> 8);
     }
