@@ -56,7 +56,7 @@ COMMANDS: Commands = {
 }
 """Of the core."""
 GUESTS = {
-    "stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool", "eval", "bench"),
+    "stemma-lab": ("replay", "advise", "lint", "plan", "order", "lab", "pool", "eval", "bench"),
     "stemma-router": ("route", "cluster"),
     "stemma-mindie": ("certs",),
 }
