@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from fastapi.testclient import TestClient
 from stemma.config.loading import load_settings
 from stemma.engine.async_engine import AsyncEngine
 from stemma.server.app import create_app
+from stemma_receipts.checking import check_files
 from stemma_receipts.envelope import signed
 from stemma_receipts.keys import key_id, make_key, read_private_key
 from stemma_receipts.statement import Opening
@@ -75,6 +77,15 @@ def verified(server: SigningServer, receipts: list[Receipt], folder: Path, *more
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode in (0, 1, 3), done.stderr
     return [f"{one['outcome']} {one['why']}".strip() for one in json.loads(found.read_text())]
+
+
+def verified_here(server: SigningServer, receipts: list[Receipt], folder: Path, **more: Any) -> list[str]:
+    """Do the same in this process."""
+    path = folder / "here.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in receipts))
+    given: dict[str, Any] = {"adapters": {}, "images": [], "num_threads": 1, "kv_cache_memory": "8MB"} | more
+    found = check_files(path, server.public(), server.model, share=1.0, chance=random.Random(0), **given)
+    return [f"{one.outcome} {one.why}".strip() for one in found]
 
 
 def statement_of(receipt: Receipt) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -38,7 +37,7 @@ class Signer:
         is_open = turn.receipt != "hashed"
         statement = statement_of(identity, request, so_far.sequences, opening, is_open=is_open)
         found: dict[str, Any] = {"envelope": signed(statement, self._key, self._key_id)}
-        return found if is_open else found | {"opening": asdict(opening)}
+        return found if is_open else found | {"opening": opening.values()}
 
 
 class _Receiptor(TurnObserver):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +135,18 @@ class Verifier:
             params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
             self._number += 1
             salt = f"receipt {self._number}"
-            self._known.know(salt, len(tokens), told.opening.answers)
+            self._known.know(salt, len(tokens), self._drafts(told))
             request = GenerationRequest(
                 salt, tokens, params, Namespace(salt=salt), adapter=adapter, images=images
             )
             return self._parts.engine.checked(request)
         except StemmaError as error:
             raise _Unlike(str(error)) from error
+
+    def _drafts(self, told: ToldReceipt) -> list[list[int]]:
+        """Return a receipt's answers, each up to an id that no model draws."""
+        size = self._parts.model.vocab_size
+        return [list(takewhile(lambda one: one < size, answer)) for answer in told.opening.answers]
 
     def _compare(self, theirs: Identity) -> None:
         """Raise _Unlike if another model, or another path, would compute."""
