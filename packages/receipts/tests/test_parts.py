@@ -133,6 +133,9 @@ def test_a_broken_envelope_is_an_error(key_file: Path, change):
 def test_keys_of_files(key_file: Path, tmp_path: Path):
     assert key_file.stat().st_mode & 0o777 == 0o600
     public = read_public_key(key_file.with_name("key.pem.pub"))
+    answer = tmp_path / "answer.json"  # of /v1/receipts/key
+    answer.write_text(json.dumps({"public_key": key_file.with_name("key.pem.pub").read_text()}))
+    assert read_public_key(answer) == public
     assert key_id(public) == key_id(read_private_key(key_file).public_key())
     with pytest.raises(ConfigError, match="File exists"):
         make_key(key_file)

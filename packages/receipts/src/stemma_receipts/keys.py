@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -49,10 +50,13 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
 
 
 def read_public_key(path: Path) -> Ed25519PublicKey:
-    """Return the public key in a PEM file. Raises ConfigError."""
+    """Return the public key in a PEM file, or in what `/v1/receipts/key` answered. Raises ConfigError."""
+    raw = _read(path)
     try:
-        key = serialization.load_pem_public_key(_read(path))
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        if raw.lstrip().startswith(b"{"):
+            raw = str(json.loads(raw)["public_key"]).encode()
+        key = serialization.load_pem_public_key(raw)
+    except (ValueError, KeyError, TypeError, RecursionError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{path} is no public key in PEM: {error}") from error
     if not isinstance(key, Ed25519PublicKey):
         raise ConfigError(f"the key in {path} isn't of Ed25519")
