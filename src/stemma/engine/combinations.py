@@ -48,8 +48,10 @@ REFUSED: tuple[Refused, ...] = (
         "role decode waits for the pool: prefetch must not be best_effort",
     ),
     Refused(
-        lambda s, device: s.cache.kv_cache_dtype != "auto" and device != "cpu",
-        "kv_cache_dtype {kv} runs on CPU only: the kernels for CUDA read KV in the model's dtype; leave "
+        lambda s, device: (
+            s.cache.kv_cache_dtype != "auto" and device != "cpu" and s.model.gpu_path != "fused"
+        ),
+        "kv_cache_dtype {kv} on CUDA needs gpu_path fused, whose kernels read codes; set it, or leave "
         "kv_cache_dtype auto",
     ),
     Refused(

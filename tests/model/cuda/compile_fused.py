@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from stemma.memory.device.kv import DeviceKV
-from stemma.memory.device.layout import KVLayout
+from stemma.memory.device.layout import KVLayout, StoredAs
 from stemma.model.attend.attention import AttentionCall
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.heads import kv_shape_of
@@ -38,6 +39,7 @@ from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 GROUP = 128
 """Inputs that share a scale, in models of 4 bits."""
 COUNTS = (1, 17, 128, 2048)
+STORED: tuple[StoredAs, ...] = ("plain", "int8", "fp8")
 _TOLD = ("BLOCK_T", "BLOCK_N", "PIECES", "GATE", "EXPERTS")
 _PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 _TYPES = {
@@ -219,10 +221,12 @@ def _usage(ptx: str, capability: int) -> tuple[int, int]:
     return int(registers[1]), sum(map(int, spills))
 
 
-def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int) -> None:
-    """Launch what a step of so many tokens launches."""
+def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int, stored: StoredAs) -> None:
+    """Launch what a step of so many tokens launches, over KV stored so."""
     shape = kv_shape_of(model)
     kept = KVLayout(shape.num_layers, shape.num_parts, 64, shape.num_kv_heads, shape.head_dim, "bfloat16")
+    if stored != "plain":
+        kept = replace(kept, stored=stored, latent_rank=shape.latent_rank)
     kv = DeviceKV(kept, -(-num_tokens // 64))
     rows = torch.arange(num_tokens)
     batch = ForwardBatch(
@@ -247,8 +251,9 @@ def main() -> None:
         catcher.name, model = name, layout_of(MODELS[name]())
         weights: Any = EmptyWeights(model, are_codes="4 bits" in name)
         decoder = LayoutDecoder(model, weights, torch.bfloat16, torch.device("cpu"), max_positions=4096)
-        for num_tokens in COUNTS:
-            step(decoder, model, num_tokens)
+        for stored in STORED if name in ("8B", "latent") else STORED[:1]:
+            for num_tokens in COUNTS:
+                step(decoder, model, num_tokens, stored)
 
 
 if __name__ == "__main__":

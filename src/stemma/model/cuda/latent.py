@@ -66,7 +66,7 @@ class LatentAttention:
         query = joined
         if self._expand is not None and self._query_norm is not None:
             query = self._expand(self._query_norm.columns(joined)).join()
-        folded = self._prepare(query, latent, positions, *step.place(self._call.layer_idx))
+        folded = self._prepare(query, latent, positions, step)
         heads = query[:, : shape.num_heads * (shape.nope_dim + shape.rope_dim)]
         heads = heads.view(len(normed), shape.num_heads, -1)
         self._fold.by_group(heads, folded)
@@ -78,14 +78,10 @@ class LatentAttention:
         return values.flatten(1)
 
     def _prepare(
-        self,
-        query: torch.Tensor,
-        latent: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
+        self, query: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: LayerStep
     ) -> torch.Tensor:
         """Write latents to the cache; return queries with their rotary parts alone, [T, H, rank + rope]."""
+        slots, cache = step.place(self._call.layer_idx)
         shape, num_tokens = self._heads, len(query)
         folded = query.new_empty(num_tokens, shape.num_heads, shape.rank + shape.rope_dim)
         kernel: Any = prepare_latents[(num_tokens, shape.num_heads + 1)]
@@ -113,6 +109,7 @@ class LatentAttention:
             LEAVES_PAIRS=shape.rotation == layout.Rotation.PAIRS,
             BLOCK=triton.next_power_of_2(shape.rank),
             HALF=triton.next_power_of_2(shape.rope_dim // 2),
+            **step.stored(),
             num_warps=1,
         )
         return folded

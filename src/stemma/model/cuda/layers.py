@@ -12,6 +12,7 @@ import triton
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.attention import AttentionCall
 from stemma.model.cpu.packing import in_one_form
+from stemma.model.cuda.coded_kv import rows_of, stored_constants
 from stemma.model.cuda.layer_kernels import add_and_norm, prepare_heads
 from stemma.model.cuda.products import CodedWeight, Gate, Sums, Weight
 from stemma.model.families import layout
@@ -143,9 +144,13 @@ class LayerStep:
     reader: AttentionReader
     kv: DeviceKV
 
+    def stored(self) -> dict[str, int]:
+        """Return what kernels that write KV are compiled for."""
+        return stored_constants(self.kv.layout)
+
     def place(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots of the rows and a layer's cache, as kernels take them."""
-        return self.reader.slots, self.kv.layer(number)
+        return self.reader.slots, rows_of(self.kv, number)
 
 
 class Attention(Protocol):
@@ -178,13 +183,12 @@ class HeadAttention:
 
     def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Attend."""
-        query = self._prepare(self._qkv(normed), positions, *step.place(self._call.layer_idx))
+        query = self._prepare(self._qkv(normed), positions, step)
         return step.reader.read(self._call, query).flatten(1)
 
-    def _prepare(
-        self, sums: Sums, positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor
-    ) -> torch.Tensor:
+    def _prepare(self, sums: Sums, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Norm and rotate; write keys and values to the cache and return queries, [T, heads, D]."""
+        slots, cache = step.place(self._call.layer_idx)
         shape, dim, (num_tokens, width) = self._heads, self._heads.head_dim, sums.shape
         query = torch.empty(*(num_tokens, shape.num_heads, dim), dtype=sums.dtype, device=sums.numbers.device)
         norms = [norm.weight for norm in self._norms] or [query, query]
@@ -210,6 +214,7 @@ class HeadAttention:
             NORMS=bool(self._norms),
             IN_FLOATS=bool(self._norms) and self._norms[0].in_floats,
             BLOCK=triton.next_power_of_2(dim),
+            **step.stored(),
             num_warps=1,
         )
         return query
