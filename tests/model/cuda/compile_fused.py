@@ -35,6 +35,7 @@ from stemma.model.families.layout import Linear, ModelLayout, Norm
 from stemma.model.families.registry import family_of
 from stemma.model.weights.named import Affine
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
+from stemma.model.weights.stored import CodedFloats
 
 GROUP = 128
 """Inputs that share a scale, in models of 4 bits."""
@@ -98,17 +99,27 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-MODELS |= {f"{name} in 4 bits": MODELS[name] for name in ("8B", "mixture")}
+MODELS |= {f"{name} in {kind}": MODELS[name] for name in ("8B", "mixture") for kind in ("4 bits", "fp8")}
 
 
 class EmptyWeights:
     """`NamedWeights` of any layout, in bfloat16, that hold anything."""
 
-    def __init__(self, model: ModelLayout, *, are_codes: bool) -> None:
-        self.shapes, self._are_codes = model.shapes(), are_codes
+    def __init__(self, model: ModelLayout, *, are_codes: bool, are_floats: bool) -> None:
+        self.shapes, self._are_codes, self._are_floats = model.shapes(), are_codes, are_floats
+
+    def bias(self, linear: Linear) -> torch.Tensor | None:
+        return torch.empty(linear.outputs).bfloat16() if linear.has_bias else None
+
+    def coded(self, linear: Linear) -> CodedFloats | None:
+        if not self._are_floats:
+            return None
+        codes = torch.zeros(linear.outputs, linear.inputs, dtype=torch.float8_e4m3fn)
+        scales = torch.ones(linear.outputs, -(-linear.inputs // GROUP))
+        return CodedFloats(codes, scales, GROUP, torch.bfloat16)
 
     def affine(self, linear: Linear) -> Affine:
-        bias = torch.empty(linear.outputs).bfloat16() if linear.has_bias else None
+        bias = self.bias(linear)
         shape = linear.outputs, linear.inputs
         if not self._are_codes:
             return Affine(torch.empty(shape, dtype=torch.bfloat16), bias)
@@ -249,7 +260,7 @@ def main() -> None:
     JITFunction.run = lambda kernel, *args, **options: catcher.run(kernel, *args, **options)
     for name in sys.argv[2:]:
         catcher.name, model = name, layout_of(MODELS[name]())
-        weights: Any = EmptyWeights(model, are_codes="4 bits" in name)
+        weights: Any = EmptyWeights(model, are_codes="4 bits" in name, are_floats="fp8" in name)
         decoder = LayoutDecoder(model, weights, torch.bfloat16, torch.device("cpu"), max_positions=4096)
         for stored in STORED if name in ("8B", "latent") else STORED[:1]:
             for num_tokens in COUNTS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INT8 = tl.constexpr(1)
+INT8, FP8 = tl.constexpr(1), tl.constexpr(2)
 """STORED: 0 for plain numbers, 1 for int8, 2 for fp8."""
 
 

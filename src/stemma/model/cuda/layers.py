@@ -35,14 +35,17 @@ class OnDevice:
 
     def linears(self, *linears: layout.Linear) -> tuple[torch.Tensor | CodedWeight, torch.Tensor | None]:
         """Return the weights below each other, and their biases, zeros where some have none."""
-        affines = [self.weights.affine(linear) for linear in linears]
-        weights, biases = in_one_form([affine.weight for affine in affines]), None
-        if any(affine.bias is not None for affine in affines):
+        found, biases = [self.weights.bias(linear) for linear in linears], None
+        if any(bias is not None for bias in found):
             filled = [
-                torch.zeros(linear.outputs, dtype=self.dtype) if affine.bias is None else affine.bias
-                for linear, affine in zip(linears, affines, strict=True)
+                torch.zeros(linear.outputs, dtype=self.dtype) if bias is None else bias
+                for linear, bias in zip(linears, found, strict=True)
             ]
             biases = torch.cat(filled).to(self.device)
+        floats = [coded for linear in linears if (coded := self.weights.coded(linear)) is not None]
+        if len(floats) == len(linears) and len({coded.group_size for coded in floats}) == 1:
+            return CodedWeight.of_floats(floats, self.device), biases
+        weights = in_one_form([self.weights.affine(linear).weight for linear in linears])
         codes = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
         if codes:
             order = torch.arange(sum(weight.shape[0] for weight in codes))

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stemma.model.cuda.coded_kernels import FP8, number_of
+
 
 @triton.jit
 def times(a, b):
@@ -34,6 +36,7 @@ def decoded(
     K,
     BLOCK_K: tl.constexpr,
     BITS: tl.constexpr,
+    IS_FP8: tl.constexpr,
     SHIFT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -42,8 +45,8 @@ def decoded(
 ):
     """Return weights of some rows from input k on, [rows, BLOCK_K], as `QuantizedWeight.dequantize` does.
 
-    Codes of 4 BITS lie in pairs, less SHIFT; others are bytes. Scales, and what goes off codes or is added
-    behind them, are [rows, num_groups].
+    Codes of 4 BITS lie in pairs, less SHIFT; others are bytes, of E4M3 or integers. Scales, and what goes off
+    codes or is added behind them, are [rows, num_groups].
     """
     ks = k + tl.arange(0, BLOCK_K)
     rows = rows[:, None].to(tl.int64)
@@ -52,7 +55,8 @@ def decoded(
         both = tl.load(w + rows * stride_w + pairs[None, :], mask=(pairs * 2 < K)[None, :], other=0)
         codes = tl.interleave(both & 15, both >> 4).to(tl.float32) - SHIFT
     else:
-        codes = tl.load(w + rows * stride_w + ks[None, :], mask=(ks < K)[None, :], other=0).to(tl.float32)
+        codes = tl.load(w + rows * stride_w + ks[None, :], mask=(ks < K)[None, :], other=0)
+        codes = number_of(codes, FP8) if IS_FP8 else codes.to(tl.float32)
     if GROUP_SIZE % BLOCK_K == 0:
         at = rows * num_groups + k // GROUP_SIZE
     else:
@@ -123,6 +127,7 @@ def product(
     PADDED: tl.constexpr,
     CHOSEN: tl.constexpr,
     BITS: tl.constexpr,
+    IS_FP8: tl.constexpr,
     SHIFT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -226,6 +231,7 @@ def product(
                     K,
                     BLOCK_K,
                     BITS,
+                    IS_FP8,
                     SHIFT,
                     GROUP_SIZE,
                     HAS_ZEROS,
@@ -245,6 +251,7 @@ def product(
                         K,
                         BLOCK_K,
                         BITS,
+                        IS_FP8,
                         SHIFT,
                         GROUP_SIZE,
                         HAS_ZEROS,

@@ -18,6 +18,7 @@ import triton.language as tl
 from stemma.model.cuda.product_kernels import join, product
 from stemma.model.weights.multiples import numbers_of
 from stemma.model.weights.quantized import QuantizedWeight
+from stemma.model.weights.stored import CodedFloats
 
 BLOCK_K = 64
 FEW_TOKENS = 128
@@ -51,11 +52,16 @@ def num_pieces(n: int, k: int) -> int:
 
 
 def launch_of(
-    num_tokens: int, *, is_gated: bool = False, is_wide: bool = False, is_narrow: bool = False
+    num_tokens: int,
+    *,
+    is_gated: bool = False,
+    is_wide: bool = False,
+    is_narrow: bool = False,
+    is_fp8: bool = False,
 ) -> ProductTiles:
     """Return the tiles for so many tokens; the order of sums is that of any other number.
 
-    `is_wide`: operands are float32. `is_narrow`: registers hold 64 rows, not 128.
+    `is_wide`: operands are float32. `is_narrow`: registers hold 64 rows, not 128. `is_fp8`: so are weights.
     """
     block_t = max(16, min(128, 1 << (num_tokens - 1).bit_length()))
     if is_wide:
@@ -65,7 +71,7 @@ def launch_of(
         return ProductTiles(
             64, block_t, 8 if is_gated and block_t > 64 else 4, stages - is_gated, is_apart=True
         )
-    return ProductTiles(64 if is_narrow else 128, block_t, 8, 3 - is_gated, is_apart=False)
+    return ProductTiles(64 if is_narrow else 128, block_t, 8, 3 - (is_gated or is_fp8), is_apart=False)
 
 
 @lru_cache(maxsize=16)
@@ -123,16 +129,18 @@ class CodedWeight:
     """A quantized weight as `product` reads it: `decoded` of product_kernels.py."""
 
     codes: torch.Tensor
-    """uint8 [.., rows, K / 2] of 4 bits, or int8 [.., rows, K]."""
+    """uint8 [.., rows, K / 2] of 4 bits, int8 [.., rows, K], or uint8 that are E4M3's."""
     scales: torch.Tensor
-    """[.., rows, K / group size] float32."""
+    """[.., rows, K / group size, rounded up] float32."""
     zeros: torch.Tensor | None
     minimums: torch.Tensor | None
     dtype: torch.dtype
     """Of what it is multiplied with, and what its numbers are rounded to."""
     inputs: int
-    shift: int
+    group_size: int
+    shift: int = 0
     """What is taken off codes of 4 bits."""
+    is_fp8: bool = False
 
     @classmethod
     def of(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> CodedWeight:
@@ -152,8 +160,17 @@ class CodedWeight:
             None if minimums is None else numbers_of(minimums).to(device),
             dtype,
             inputs,
+            weight.group_size,
             shift,
         )
+
+    @classmethod
+    def of_floats(cls, weights: Sequence[CodedFloats], device: torch.device) -> CodedWeight:
+        """Bring weights in FP8 with groups of one size to the device, below each other."""
+        codes = torch.cat([weight.codes.view(torch.uint8) for weight in weights]).to(device)
+        scales = torch.cat([weight.scales for weight in weights]).to(device)
+        first = weights[0]
+        return cls(codes, scales, None, None, first.dtype, codes.shape[1], first.group_size, is_fp8=True)
 
     @classmethod
     def stacked(cls, weights: Sequence[CodedWeight]) -> CodedWeight:
@@ -181,9 +198,10 @@ class CodedWeight:
     def constants(self) -> dict[str, int | bool]:
         """Return what the kernel is compiled for."""
         return {
-            "BITS": 4 if self.codes.dtype == torch.uint8 else 8,
+            "BITS": 4 if self.codes.dtype == torch.uint8 and not self.is_fp8 else 8,
+            "IS_FP8": self.is_fp8,
             "SHIFT": self.shift,
-            "GROUP_SIZE": self.inputs // self.scales.shape[-1],
+            "GROUP_SIZE": self.group_size,
             "HAS_ZEROS": self.zeros is not None,
             "HAS_MINIMUMS": self.minimums is not None,
         }
@@ -191,6 +209,7 @@ class CodedWeight:
 
 _PLAIN: dict[str, int | bool] = {
     "BITS": 0,
+    "IS_FP8": False,
     "SHIFT": 0,
     "GROUP_SIZE": 1,
     "HAS_ZEROS": False,
@@ -263,6 +282,7 @@ class Weight:
             is_gated=self._gate is not None,
             is_wide=self._dtype == torch.float32,
             is_narrow=not has_warpgroups(device) and (self._gate is not None or self._codes is not None),
+            is_fp8=self._codes is not None and self._codes.is_fp8,
         )
 
     def _run(
