@@ -52,16 +52,11 @@ def num_pieces(n: int, k: int) -> int:
 
 
 def launch_of(
-    num_tokens: int,
-    *,
-    is_gated: bool = False,
-    is_wide: bool = False,
-    is_narrow: bool = False,
-    is_fp8: bool = False,
+    num_tokens: int, *, is_gated: bool = False, is_wide: bool = False, is_narrow: bool = False
 ) -> ProductTiles:
     """Return the tiles for so many tokens; the order of sums is that of any other number.
 
-    `is_wide`: operands are float32. `is_narrow`: registers hold 64 rows, not 128. `is_fp8`: so are weights.
+    `is_wide`: operands are float32. `is_narrow`: registers hold 64 rows, not 128.
     """
     block_t = max(16, min(128, 1 << (num_tokens - 1).bit_length()))
     if is_wide:
@@ -71,7 +66,7 @@ def launch_of(
         return ProductTiles(
             64, block_t, 8 if is_gated and block_t > 64 else 4, stages - is_gated, is_apart=True
         )
-    return ProductTiles(64 if is_narrow else 128, block_t, 8, 3 - (is_gated or is_fp8), is_apart=False)
+    return ProductTiles(64 if is_narrow else 128, block_t, 8, 3 - is_gated, is_apart=False)
 
 
 @lru_cache(maxsize=16)
@@ -277,12 +272,13 @@ class Weight:
         return y
 
     def _launch(self, num_tokens: int, device: torch.device) -> ProductTiles:
+        is_gated, is_coded = self._gate is not None, self._codes is not None
+        is_fp8 = self._codes is not None and self._codes.is_fp8
         return launch_of(
             num_tokens,
-            is_gated=self._gate is not None,
+            is_gated=is_gated,
             is_wide=self._dtype == torch.float32,
-            is_narrow=not has_warpgroups(device) and (self._gate is not None or self._codes is not None),
-            is_fp8=self._codes is not None and self._codes.is_fp8,
+            is_narrow=is_gated or is_coded if not has_warpgroups(device) else is_fp8 and not is_gated,
         )
 
     def _run(
