@@ -93,10 +93,6 @@ REFUSED: tuple[Refused, ...] = (
         "{ranks} with overlap_schedule on runs on CPU only: ranks get drawn tokens by way of the host; leave "
         "it auto",
     ),
-    Refused(
-        lambda s, device: s.model.gpu_path == "fused" and bool(s.lora.adapters) and device != "cpu",
-        "gpu_path fused doesn't go with adapters; leave lora out, or set gpu_path modules",
-    ),
 )
 """The first that applies is reported. A new one needs a line in the document and a case in the test."""
 

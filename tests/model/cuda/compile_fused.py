@@ -31,6 +31,7 @@ from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cuda import products
 from stemma.model.cuda.fused import LayoutDecoder
 from stemma.model.cuda.layers import LayerStep
+from stemma.model.cuda.low_rank import AdapterStep
 from stemma.model.families.layout import Linear, ModelLayout, Norm
 from stemma.model.families.registry import family_of
 from stemma.model.weights.named import Affine
@@ -250,6 +251,9 @@ def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int, stored: St
         logits_rows=rows,
     )
     decoder.head(decoder.states(batch, LayerStep(EmptyReader(rows), kv)))
+    if stored == "int8":
+        adapters = AdapterStep(torch.zeros(8, 3, dtype=torch.int64), 64)
+        decoder.states(batch, LayerStep(EmptyReader(rows), kv, adapters))
 
 
 def main() -> None:

@@ -164,8 +164,8 @@ def test_fp8_weights_are_multiplied_as_codes(
 def test_steps_attend_by_the_list(tmp_path: Path) -> None:
     """The whole of it: chunk and decodes through the kernels that a card records, equal to the bit."""
     path = checkpoints.build("qwen2", tmp_path, **SMALL)
-    recorder = FakeRecorder()
-    model = fused(path, steps=lambda decoder: RecordedDecoder(FusedModel(decoder), PieceRoom(1), recorder))
+    recorder, room = FakeRecorder(), PieceRoom(1)
+    model = fused(path, steps=lambda decoder: RecordedDecoder(FusedModel(decoder, CPU), room, recorder))
     tokens = list(range(5, 10))
     run = PagedSequences(model, [tokens, tokens[:3]])
     run.step([(0, 4), (1, 1)])

@@ -14,6 +14,7 @@ from stemma.model.attend.attention import AttentionCall
 from stemma.model.attend.latent import LatentProjection
 from stemma.model.cuda.layer_kernels import prepare_latents
 from stemma.model.cuda.layers import LayerStep, OnDevice
+from stemma.model.cuda.low_rank import EXPAND, INPUTS
 from stemma.model.cuda.products import Weight
 from stemma.model.families import layout
 
@@ -61,11 +62,13 @@ class LatentAttention:
 
     def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Attend."""
-        shape, joined = self._heads, self._joined(normed).join()
+        shape, number = self._heads, self._call.layer_idx
+        joined = step.adapted(number, INPUTS, normed, self._joined(normed)).join()
         latent = joined[:, joined.shape[1] - shape.rank - shape.rope_dim :]
         query = joined
         if self._expand is not None and self._query_norm is not None:
-            query = self._expand(self._query_norm.columns(joined)).join()
+            columns = self._query_norm.columns(joined)
+            query = step.adapted(number, EXPAND, columns, self._expand(columns)).join()
         folded = self._prepare(query, latent, positions, step)
         heads = query[:, : shape.num_heads * (shape.nope_dim + shape.rope_dim)]
         heads = heads.view(len(normed), shape.num_heads, -1)

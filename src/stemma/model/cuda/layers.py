@@ -14,6 +14,7 @@ from stemma.model.attend.attention import AttentionCall
 from stemma.model.cpu.packing import in_one_form
 from stemma.model.cuda.coded_kv import rows_of, stored_constants
 from stemma.model.cuda.layer_kernels import add_and_norm, prepare_heads
+from stemma.model.cuda.low_rank import DOWN, GATE_UP, INPUTS, AdapterStep, activate_both
 from stemma.model.cuda.products import CodedWeight, Gate, Sums, Weight
 from stemma.model.families import layout
 from stemma.model.weights.joining import below_each_other
@@ -146,6 +147,11 @@ class LayerStep:
 
     reader: AttentionReader
     kv: DeviceKV
+    adapters: AdapterStep | None = None
+
+    def adapted(self, layer: int, product: int, x: torch.Tensor, sums: Sums) -> Sums:
+        """Add what adapters do to what a layer's product of x [T, K] left."""
+        return sums if self.adapters is None else self.adapters.add(5 * layer + product, x, sums)
 
     def stored(self) -> dict[str, int]:
         """Return what kernels that write KV are compiled for."""
@@ -186,7 +192,8 @@ class HeadAttention:
 
     def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Attend."""
-        query = self._prepare(self._qkv(normed), positions, step)
+        sums = step.adapted(self._call.layer_idx, INPUTS, normed, self._qkv(normed))
+        query = self._prepare(sums, positions, step)
         return step.reader.read(self._call, query).flatten(1)
 
     def _prepare(self, sums: Sums, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
@@ -226,13 +233,19 @@ class HeadAttention:
 class GatedMLP:
     """down(activation(gate x) * up x)."""
 
-    def __init__(self, gated: layout.Gated, load: OnDevice) -> None:
+    def __init__(self, number: int, gated: layout.Gated, load: OnDevice) -> None:
+        self._number = number
         self._gate_up = Weight(*load.linears(gated.gate, gated.up), gate=gate_of(gated))
         self._down = load.product(gated.down)
 
-    def __call__(self, x: torch.Tensor) -> Sums:
+    def __call__(self, x: torch.Tensor, step: LayerStep) -> Sums:
         """Take normed states [T, H]."""
-        return self._down(self._gate_up(x).numbers)
+        if step.adapters is None:
+            return self._down(self._gate_up(x).numbers)
+        both, gate = self._gate_up.ungated(x)
+        step.adapted(self._number, GATE_UP, x, Sums(both, 1, None, both.dtype))
+        inner = activate_both(both, gate)
+        return step.adapted(self._number, DOWN, inner, self._down(inner))
 
 
 def gate_of(gated: layout.Gated) -> Gate:

@@ -23,6 +23,7 @@ from stemma.model.attend.attention import AttentionCall
 from stemma.model.cuda.attention_list import ListShape
 from stemma.model.cuda.coded_kv import rows_of, stored_constants
 from stemma.model.cuda.listed_kernels import attend_listed, join_listed
+from stemma.model.cuda.low_rank import AdapterStep
 from stemma.model.cuda.step_inputs import MANY_ROWS, SEEN_AT, StepInputs
 from stemma.model.cuda.triton_attention import split_dim
 from stemma.model.cuda.triton_kernels import write_kernel
@@ -96,9 +97,11 @@ class ListedAttentionStep:
     `read`.
     """
 
-    def __init__(self, inputs: StepInputs, kv: DeviceKV, room: PieceRoom) -> None:
+    def __init__(
+        self, inputs: StepInputs, kv: DeviceKV, room: PieceRoom, adapters: AdapterStep | None = None
+    ) -> None:
         """Serve the step that `inputs` were filled with last, and if recorded all others of its size."""
-        self._inputs, self.kv, self._room = inputs, kv, room
+        self._inputs, self.kv, self._room, self.adapters = inputs, kv, room, adapters
         self._num_rows = inputs.num_rows
         self.slots = inputs.slots
         """[T] int64: where each row's KV is written; negative: nowhere."""

@@ -137,7 +137,8 @@ def product(
 
     APART: a program is one piece, and writes it to `parts` ``[PIECES, T, N]`` if there are several, without
     the bias. BULK: the copy engine brings tiles, zeros beyond T. WIDEN: operands are float32, for the
-    interpreter. GATE: w is ``[2 N, K]``, gates above ups; see `activated`. The third axis of programs counts
+    interpreter. GATE: w is ``[2 N, K]``, gates above ups; see `activated`; 4: both go to y as they are. The
+    third axis of programs counts
     groups with weights, inputs and outputs of their own, e.g. heads.
 
     EXPERTS (else 0): groups are experts, and tiles are those of their rows. Row r of x and y is the choice
@@ -291,7 +292,10 @@ def product(
             total += tl.load(biases).to(tl.float32)[:, None]
             if GATE:
                 ups += tl.load(biases + N).to(tl.float32)[:, None]
-        if GATE:
+        if GATE == 4:
+            at = y + columns[None, :] * stride_y + (N + rows[:, None])
+            tl.store(at, ups.to(y.dtype.element_ty), mask=inside_x if EVEN_N else inside_x & kept[:, None])
+        elif GATE:
             total = activated(total, ups, sharpness, limit, GATE, y.dtype.element_ty)
         at = y + group.to(tl.int64) * group_y + columns[None, :] * stride_y + rows[:, None]
         mask = inside_x if EVEN_N else inside_x & kept[:, None]

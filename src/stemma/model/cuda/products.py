@@ -255,6 +255,14 @@ class Weight:
         bias = self._bias if is_cut else None
         return Sums(numbers, self._num_pieces if is_cut else 1, bias, self._dtype)
 
+    def ungated(self, x: torch.Tensor) -> tuple[torch.Tensor, Gate]:
+        """Return gates and ups of x [T, K] side by side, [T, 2 N], and how they become one."""
+        assert self._gate is not None
+        both, launch = x.new_empty(len(x), 2 * self.outputs), self._launch(len(x), x.device)
+        tiles = triton.cdiv(self.outputs, launch.block_n) * triton.cdiv(len(x), launch.block_t)
+        self._run((tiles, 1), launch, x, both, gate=Gate(4))
+        return both, self._gate
+
     def by_group(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Multiply x [T, groups, K] into y [T, groups, N], each group with its weight; rows may lie apart."""
         num_tokens, launch = x.shape[0], self._launch(x.shape[0], x.device)
@@ -290,6 +298,7 @@ class Weight:
         *,
         groups: tuple[int, int] = (0, 0),
         chosen: Chosen | None = None,
+        gate: Gate | None = None,
     ) -> None:
         weight, n, k = self._weight, self.outputs, self.inputs
         of_group = weight.stride(0) if weight.dim() == 3 else 0
@@ -298,7 +307,7 @@ class Weight:
         is_bulk = is_bulk and _is_aligned(x, weight)
         if is_bulk:
             _allow_descriptors(x.device)
-        gate = self._gate or Gate(0)
+        gate = gate or self._gate or Gate(0)
         kernel: Any = product[grid]
         kernel(
             x,
