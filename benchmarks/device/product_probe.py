@@ -55,6 +55,10 @@ def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return Weight(w)(x).join()
 
 
+def _multiply_coded(weight: Weight, x: torch.Tensor, _w: torch.Tensor) -> torch.Tensor:
+    return weight(x).join()
+
+
 def check(name: str, n: int, k: int, device: torch.device) -> dict[str, object]:
     """Return the error, and the numbers of tokens with other bits, for a weight ``[n, k]``."""
     is_cuda = device.type == "cuda"
@@ -62,15 +66,12 @@ def check(name: str, n: int, k: int, device: torch.device) -> dict[str, object]:
     generator = torch.Generator(device).manual_seed(0)
     w = (torch.randn(n, k, device=device, generator=generator) * k**-0.5).to(dtype)
     x = torch.randn(max(counts), k, device=device, generator=generator).to(dtype)
-    ours = multiply
+    ours: Multiply = multiply
     if name.startswith("fp8"):
         codes, scales = (w * 256).to(torch.float8_e4m3fn), torch.full((n, k // 128), 1 / 256, device=device)
         floats = CodedFloats(codes, scales, 128, dtype)
         weight, w = Weight(CodedWeight.of_floats([floats], device)), floats.plain()
-
-        def ours(x: torch.Tensor, _w: torch.Tensor) -> torch.Tensor:
-            return weight(x).join()
-
+        ours = partial(_multiply_coded, weight)
     exact = x[:64].double() @ w.double().T
     error = ((ours(x, w)[:64].double() - exact).norm() / exact.norm()).item()
     return {
