@@ -234,8 +234,8 @@ ALL = (
 )
 
 LISTED = (
-    *((replace(LARGE, name=f"8B {stored}", stored=stored), NUM_PREFILL) for stored in ("int8", "fp8")),
     *((replace(layer, name=f"{layer.name} fp8", stored="fp8"), 64) for layer in (SMALL, LARGE, LATENT)),
+    *((replace(LARGE, name=f"8B {stored}", stored=stored), NUM_PREFILL) for stored in ("int8", "fp8")),
     *((layer, num_rows) for layer in (SMALL, LARGE) for num_rows in (64, NUM_PREFILL)),
     *((GEMMA, 64), (LATENT, 64)),
     (Layer("head dim 96, sinks", 32, 32, 96, 96, has_sinks=True), NUM_PREFILL),
