@@ -20,9 +20,10 @@ import torch
 
 from benchmarks.device.recorded import record, replay
 from stemma.memory.device.kv import DeviceKV
-from stemma.memory.device.layout import KVLayout
+from stemma.memory.device.layout import KVLayout, StoredAs
 from stemma.model.attend.attention import AttentionCall
 from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.kv_format import KVRows
 from stemma.model.cuda.listed_attention import ListedAttentionStep, PieceRoom
 from stemma.model.cuda.step_inputs import StepInputs
 from stemma.model.cuda.step_tensors import StepTensors
@@ -40,6 +41,7 @@ class Heads:
     head_dim: int
     window: int | None = None
     softcap: float | None = None
+    stored: StoredAs = "plain"
 
 
 SHAPES = {
@@ -47,7 +49,12 @@ SHAPES = {
     "0.5b": Heads(14, 2, 64),
     "gemma2": Heads(16, 8, 256, 4096, 50.0),
 }
-SMALL = {"small": Heads(4, 2, 16, 100)}
+CODED: dict[str, Heads] = {
+    "int8 8b": Heads(32, 8, 128, stored="int8"),
+    "fp8 8b": Heads(32, 8, 128, stored="fp8"),
+}
+"""KV that is codes; only checked."""
+SMALL = {"small": Heads(4, 2, 16, 100), "fp8 small": Heads(4, 2, 16, stored="fp8")}
 LENGTH, CHUNKS = 5000, (1, 2, 7, 64, 300, 511, 512, 1000, 2048)
 """Tokens of the sequence that is asked for, and numbers of its last ones."""
 BESIDE = ((3000, 1), (1, 1), (9000, 40), (700, 700))
@@ -68,10 +75,13 @@ class Probe:
 
     def __init__(self, heads: Heads, num_blocks: int, device: torch.device) -> None:
         self.heads, self.device = heads, device
-        layout = KVLayout(1, 2, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, "bfloat16")
+        layout = KVLayout(1, 2, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, "bfloat16", heads.stored)
         self.kv = DeviceKV(layout, num_blocks, device)
         self.generator = torch.Generator(device).manual_seed(0)
-        self.kv.data.copy_(self.random(*self.kv.data.shape))
+        at = torch.arange(num_blocks * BLOCK_SIZE, device=device)
+        for part in range(2):
+            rows = self.random(len(at), heads.num_kv_heads, heads.head_dim)
+            KVRows(self.kv, 0, part, heads.head_dim).write(at // BLOCK_SIZE, at % BLOCK_SIZE, rows)
         scale = heads.head_dim**-0.5
         self.call = AttentionCall(0, scale, heads.window, heads.softcap, None)
         self.room = PieceRoom(1, 64) if device.type == "cpu" else PieceRoom.on(device)
@@ -130,7 +140,8 @@ def _error(probe: Probe, known: torch.Tensor, whole: torch.Tensor, length: int) 
     heads = probe.heads
     blocks = probe.batch(((length, 1),)).block_tables[0].long().to(probe.device)
     keys, values = (
-        probe.kv.layer(0)[blocks, part]
+        KVRows(probe.kv, 0, part, heads.head_dim)
+        .gather(blocks)
         .flatten(0, 1)[:length]
         .double()
         .repeat_interleave(heads.num_heads // heads.num_kv_heads, 1)
@@ -183,12 +194,12 @@ def main() -> None:
     if given.time and device.type != "cuda":
         parser.error("--time needs a GPU")
     answers: list[dict[str, object]] = []
-    for name, heads in (SHAPES if device.type == "cuda" else SMALL).items():
+    for name, heads in (SHAPES | CODED if device.type == "cuda" else SMALL).items():
         if device.type == "cuda" and not name.startswith(given.only):
             continue
         for answer in (
             *([check(name, heads, device)] if given.check else ()),
-            *(timed(name, heads, device) if given.time else ()),
+            *(timed(name, heads, device) if given.time and heads.stored == "plain" else ()),
         ):
             answers.append(answer)
             print(json.dumps(answer), flush=True)

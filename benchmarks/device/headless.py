@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from stemma.model.attend.attention import StepContext
 from stemma.model.attend.batch import ForwardBatch
+from stemma.model.cuda.low_rank import AdapterStep
 from stemma.model.foreign.attention import POSITIONS_KEYWORD, STEP_KEYWORD
-from stemma.model.lora.adapter import Adapter, LinearShape
+from stemma.model.lora.adapter import Adapter, AdapterRows, LinearShape
 
 
 class HeadlessModules:
@@ -39,6 +40,11 @@ class HeadlessModules:
             del below.forward  # the class's own again
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def adapter_step(self, adapters: Sequence[AdapterRows], num_rows: int) -> AdapterStep | None:
+        """Return that there are none."""
+        assert not adapters
+        return None
 
     def adaptable(self) -> Mapping[str, LinearShape]:
         """Return that no adapter may add to anything."""

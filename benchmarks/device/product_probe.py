@@ -20,7 +20,8 @@ import torch
 from torch.nn.functional import linear
 
 from benchmarks.device.recorded import record, replay
-from stemma.model.cuda.products import Weight, num_pieces
+from stemma.model.cuda.products import CodedWeight, Weight, num_pieces
+from stemma.model.weights.stored import CodedFloats
 
 SHAPES = {
     "8b qkv": (6144, 4096),
@@ -35,7 +36,9 @@ SHAPES = {
     "0.5b head": (151_936, 896),
 }
 """Rows and columns of weights."""
-SMALL = {"small": (256, 512)}
+FP8 = {"fp8 8b o": (4096, 4096), "fp8 8b down": (4096, 14_336)}
+"""Weights that are codes, with a scale for each 128 inputs of a row; they are only checked."""
+SMALL = {"small": (256, 512), "fp8 small": (128, 256)}
 COUNTS = (1, 2, 7, 8, 16, 17, 32, 33, 64, 100, 128, 129, 256, 1000, 2048)
 _SMALL_COUNTS = (1, 3, 16, 17, 130)
 _TIMED_COUNTS = (1, 8, 64, 256, 2048, 8192)
@@ -52,6 +55,10 @@ def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return Weight(w)(x).join()
 
 
+def _multiply_coded(weight: Weight, x: torch.Tensor, _w: torch.Tensor) -> torch.Tensor:
+    return weight(x).join()
+
+
 def check(name: str, n: int, k: int, device: torch.device) -> dict[str, object]:
     """Return the error, and the numbers of tokens with other bits, for a weight ``[n, k]``."""
     is_cuda = device.type == "cuda"
@@ -59,14 +66,20 @@ def check(name: str, n: int, k: int, device: torch.device) -> dict[str, object]:
     generator = torch.Generator(device).manual_seed(0)
     w = (torch.randn(n, k, device=device, generator=generator) * k**-0.5).to(dtype)
     x = torch.randn(max(counts), k, device=device, generator=generator).to(dtype)
+    ours: Multiply = multiply
+    if name.startswith("fp8"):
+        codes, scales = (w * 256).to(torch.float8_e4m3fn), torch.full((n, k // 128), 1 / 256, device=device)
+        floats = CodedFloats(codes, scales, 128, dtype)
+        weight, w = Weight(CodedWeight.of_floats([floats], device)), floats.plain()
+        ours = partial(_multiply_coded, weight)
     exact = x[:64].double() @ w.double().T
-    error = ((multiply(x, w)[:64].double() - exact).norm() / exact.norm()).item()
+    error = ((ours(x, w)[:64].double() - exact).norm() / exact.norm()).item()
     return {
         "shape": name,
         "pieces": num_pieces(n, k),
         "error": float(f"{error:.1e}"),
-        "ours": _differing(multiply, x, w, counts),
-        "ours_moved": not torch.equal(multiply(x[5:6].contiguous(), w)[0], multiply(x, w)[5]),
+        "ours": _differing(ours, x, w, counts),
+        "ours_moved": not torch.equal(ours(x[5:6].contiguous(), w)[0], ours(x, w)[5]),
         "library": _differing(linear, x, w, counts),
     }
 
@@ -119,7 +132,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if given.time and device.type != "cuda":
         parser.error("--time needs a GPU")
-    shapes = SHAPES if device.type == "cuda" else SMALL
+    shapes = SHAPES | FP8 if device.type == "cuda" else SMALL
     answers: list[dict[str, object]] = []
 
     def tell(answer: dict[str, object]) -> None:
@@ -132,7 +145,7 @@ def main() -> None:
         if name.startswith(given.only) or device.type != "cuda":
             if given.check:
                 tell(check(name, n, k, device))
-            if given.time:
+            if given.time and name not in FP8:
                 for row in timed(name, n, k):
                     tell(row)
 

@@ -223,7 +223,7 @@ def recorded_decoder(bench: Bench, path: str) -> RecordedDecoder:
     assert layout is not None
     weights = NamedWeights(bench.hf.state_dict(), torch.bfloat16, lambda _name, _numbers: None)
     fused = LayoutDecoder(layout, weights, torch.bfloat16, device, max_positions=2 * bench.shape.cached)
-    return RecordedDecoder(FusedModel(fused), room, recorder)
+    return RecordedDecoder(FusedModel(fused, device), room, recorder)
 
 
 class Bits:

@@ -294,7 +294,6 @@ REFUSED_CASES: list[dict[str, object]] = [
     {"tensor_parallel_size": 2, "lora": {"one": "adapter"}},
     {"context_parallel_size": 2, "speculation": "mtp"},
     {"tensor_parallel_size": 2, "overlap_schedule": "on", "device": "cuda"},
-    {"gpu_path": "fused", "lora": {"one": "adapter"}, "device": "cuda"},
 ]
 """One for each entry of `REFUSED`, in its order."""
 

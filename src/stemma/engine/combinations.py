@@ -48,8 +48,10 @@ REFUSED: tuple[Refused, ...] = (
         "role decode waits for the pool: prefetch must not be best_effort",
     ),
     Refused(
-        lambda s, device: s.cache.kv_cache_dtype != "auto" and device != "cpu",
-        "kv_cache_dtype {kv} runs on CPU only: the kernels for CUDA read KV in the model's dtype; leave "
+        lambda s, device: (
+            s.cache.kv_cache_dtype != "auto" and device != "cpu" and s.model.gpu_path != "fused"
+        ),
+        "kv_cache_dtype {kv} on CUDA needs gpu_path fused, whose kernels read codes; set it, or leave "
         "kv_cache_dtype auto",
     ),
     Refused(
@@ -90,10 +92,6 @@ REFUSED: tuple[Refused, ...] = (
         ),
         "{ranks} with overlap_schedule on runs on CPU only: ranks get drawn tokens by way of the host; leave "
         "it auto",
-    ),
-    Refused(
-        lambda s, device: s.model.gpu_path == "fused" and bool(s.lora.adapters) and device != "cpu",
-        "gpu_path fused doesn't go with adapters; leave lora out, or set gpu_path modules",
     ),
 )
 """The first that applies is reported. A new one needs a line in the document and a case in the test."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,24 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from stemma.memory.device.kv import DeviceKV
-from stemma.memory.device.layout import KVLayout
+from stemma.memory.device.layout import KVLayout, StoredAs
 from stemma.model.attend.attention import AttentionCall
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cuda import products
 from stemma.model.cuda.fused import LayoutDecoder
 from stemma.model.cuda.layers import LayerStep
+from stemma.model.cuda.low_rank import AdapterStep
 from stemma.model.families.layout import Linear, ModelLayout, Norm
 from stemma.model.families.registry import family_of
 from stemma.model.weights.named import Affine
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
+from stemma.model.weights.stored import CodedFloats
 
 GROUP = 128
 """Inputs that share a scale, in models of 4 bits."""
 COUNTS = (1, 17, 128, 2048)
+STORED: tuple[StoredAs, ...] = ("plain", "int8", "fp8")
 _TOLD = ("BLOCK_T", "BLOCK_N", "PIECES", "GATE", "EXPERTS")
 _PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 _TYPES = {
@@ -96,17 +100,27 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-MODELS |= {f"{name} in 4 bits": MODELS[name] for name in ("8B", "mixture")}
+MODELS |= {f"{name} in {kind}": MODELS[name] for name in ("8B", "mixture") for kind in ("4 bits", "fp8")}
 
 
 class EmptyWeights:
     """`NamedWeights` of any layout, in bfloat16, that hold anything."""
 
-    def __init__(self, model: ModelLayout, *, are_codes: bool) -> None:
-        self.shapes, self._are_codes = model.shapes(), are_codes
+    def __init__(self, model: ModelLayout, *, are_codes: bool, are_floats: bool) -> None:
+        self.shapes, self._are_codes, self._are_floats = model.shapes(), are_codes, are_floats
+
+    def bias(self, linear: Linear) -> torch.Tensor | None:
+        return torch.empty(linear.outputs).bfloat16() if linear.has_bias else None
+
+    def coded(self, linear: Linear) -> CodedFloats | None:
+        if not self._are_floats:
+            return None
+        codes = torch.zeros(linear.outputs, linear.inputs, dtype=torch.float8_e4m3fn)
+        scales = torch.ones(linear.outputs, -(-linear.inputs // GROUP))
+        return CodedFloats(codes, scales, GROUP, torch.bfloat16)
 
     def affine(self, linear: Linear) -> Affine:
-        bias = torch.empty(linear.outputs).bfloat16() if linear.has_bias else None
+        bias = self.bias(linear)
         shape = linear.outputs, linear.inputs
         if not self._are_codes:
             return Affine(torch.empty(shape, dtype=torch.bfloat16), bias)
@@ -219,10 +233,12 @@ def _usage(ptx: str, capability: int) -> tuple[int, int]:
     return int(registers[1]), sum(map(int, spills))
 
 
-def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int) -> None:
-    """Launch what a step of so many tokens launches."""
+def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int, stored: StoredAs) -> None:
+    """Launch what a step of so many tokens launches, over KV stored so."""
     shape = kv_shape_of(model)
     kept = KVLayout(shape.num_layers, shape.num_parts, 64, shape.num_kv_heads, shape.head_dim, "bfloat16")
+    if stored != "plain":
+        kept = replace(kept, stored=stored, latent_rank=shape.latent_rank)
     kv = DeviceKV(kept, -(-num_tokens // 64))
     rows = torch.arange(num_tokens)
     batch = ForwardBatch(
@@ -235,6 +251,9 @@ def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int) -> None:
         logits_rows=rows,
     )
     decoder.head(decoder.states(batch, LayerStep(EmptyReader(rows), kv)))
+    if stored == "int8":
+        adapters = AdapterStep(torch.zeros(8, 3, dtype=torch.int64), 64)
+        decoder.states(batch, LayerStep(EmptyReader(rows), kv, adapters))
 
 
 def main() -> None:
@@ -245,10 +264,11 @@ def main() -> None:
     JITFunction.run = lambda kernel, *args, **options: catcher.run(kernel, *args, **options)
     for name in sys.argv[2:]:
         catcher.name, model = name, layout_of(MODELS[name]())
-        weights: Any = EmptyWeights(model, are_codes="4 bits" in name)
+        weights: Any = EmptyWeights(model, are_codes="4 bits" in name, are_floats="fp8" in name)
         decoder = LayoutDecoder(model, weights, torch.bfloat16, torch.device("cpu"), max_positions=4096)
-        for num_tokens in COUNTS:
-            step(decoder, model, num_tokens)
+        for stored in STORED if name in ("8B", "latent") else STORED[:1]:
+            for num_tokens in COUNTS:
+                step(decoder, model, num_tokens, stored)
 
 
 if __name__ == "__main__":

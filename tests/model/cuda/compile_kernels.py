@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from stemma.memory.device.layout import KVLayout, StoredAs
 from stemma.model.attend.attention import Sight
 from stemma.model.cuda.attention_list import ListShape
+from stemma.model.cuda.coded_kv import stored_constants
 from stemma.model.cuda.listed_attention import TileShape, tile_shape
 from stemma.model.cuda.listed_kernels import attend_listed, join_listed
 from stemma.model.cuda.triton_attention import launch_shape, split_dim
@@ -40,6 +42,7 @@ class Layer:
     value_dim: int
     is_gemma: bool = False
     has_sinks: bool = False
+    stored: StoredAs = "plain"
 
 
 LAYERS = (
@@ -118,9 +121,15 @@ def compile_reduction(capability: int) -> None:
 
 def compile_listed(layer: Layer, num_rows: int, capability: int) -> dict[str, object]:
     """Compile as `ListedAttentionStep` would launch it in bf16, in a step of `num_rows` rows."""
-    tile = tile_shape(2 * layer.head_dim, is_large=num_rows == NUM_PREFILL and capability == 90)
+    tile = tile_shape(
+        2 * layer.head_dim,
+        is_large=num_rows == NUM_PREFILL and capability == 90,
+        is_coded=layer.stored != "plain",
+        has_warpgroups=capability == 90,
+    )
     shape = ListShape(layer.num_heads, layer.num_kv_heads, layer.value_dim, tile.block_m, 1024, Sight())
-    kernel = _compile(attend_listed, listed_constants(layer, shape, tile), capability, tile)
+    constants = listed_constants(layer, shape, tile)
+    kernel = _compile(attend_listed, constants, capability, tile, stored=layer.stored)
     ptx, sass = kernel.asm["ptx"], _disassembled(kernel.asm["cubin"])
     return {
         "name": layer.name,
@@ -136,7 +145,11 @@ def compile_listed(layer: Layer, num_rows: int, capability: int) -> dict[str, ob
 
 def listed_constants(layer: Layer, shape: ListShape, tile: TileShape) -> dict[str, int | bool]:
     main, rest = split_dim(layer.head_dim)
+    rank = layer.value_dim if layer.stored != "plain" and layer.value_dim < layer.head_dim else 0
+    shape_of = (1, 1, 64, layer.num_kv_heads, layer.head_dim)
     return {
+        **stored_constants(KVLayout(*shape_of, "bfloat16", layer.stored, rank)),
+        "RANK": rank,
         "NUM_HEADS": layer.num_heads,
         "GROUP": layer.num_heads // layer.num_kv_heads,
         "HEADS": shape.heads,
@@ -158,14 +171,27 @@ def listed_constants(layer: Layer, shape: ListShape, tile: TileShape) -> dict[st
     }
 
 
-def _compile(function: Any, constants: dict[str, int | bool], capability: int, tile: TileShape) -> Any:
-    types = dict.fromkeys(("query", "cache_k", "cache_v", "output"), "*bf16")
+def _compile(
+    function: Any,
+    constants: dict[str, int | bool],
+    capability: int,
+    tile: TileShape,
+    *,
+    stored: StoredAs = "plain",
+) -> Any:
+    types = dict.fromkeys(("query", "output"), "*bf16")
+    types |= dict.fromkeys(("cache_k", "cache_v"), "*bf16" if stored == "plain" else "*u8")
     types |= dict.fromkeys(("partial", "partial_weight", "sinks"), "*fp32") | {"numbers": "*i32"}
     types |= {"scale": "fp32", "softcap": "fp32"} | dict.fromkeys(constants, "constexpr")
     names = function.arg_names
     signature = {name: types.get(name, "i32") for name in names}
+    odd = () if constants.get("SCALES_AT", 0) % 128 == 0 else ("stride_k_token", "stride_v_token")
     is_aligned = [name.startswith("stride_") or signature[name].startswith("*") for name in names]
-    aligned = {(index,): [["tt.divisibility", 16]] for index, yes in enumerate(is_aligned) if yes}
+    aligned = {
+        (index,): [["tt.divisibility", 4 if names[index] in odd else 16]]
+        for index, yes in enumerate(is_aligned)
+        if yes
+    }
     return triton.compile(
         ASTSource(function, signature, constants, aligned),
         target=GPUTarget("cuda", capability, 32),
@@ -208,6 +234,8 @@ ALL = (
 )
 
 LISTED = (
+    *((replace(layer, name=f"{layer.name} fp8", stored="fp8"), 64) for layer in (SMALL, LARGE, LATENT)),
+    *((replace(LARGE, name=f"8B {stored}", stored=stored), NUM_PREFILL) for stored in ("int8", "fp8")),
     *((layer, num_rows) for layer in (SMALL, LARGE) for num_rows in (64, NUM_PREFILL)),
     *((GEMMA, 64), (LATENT, 64)),
     (Layer("head dim 96, sinks", 32, 32, 96, 96, has_sinks=True), NUM_PREFILL),

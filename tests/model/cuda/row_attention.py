@@ -7,6 +7,7 @@ import torch
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.attention import AttentionCall
 from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.kv_format import KVRows
 
 
 class RowReader:
@@ -17,7 +18,8 @@ class RowReader:
 
     def read(self, call: AttentionCall, query: torch.Tensor, value_dim: int | None = None) -> torch.Tensor:
         """Attend, one row after the other."""
-        layer, dim = self._kv.layer(call.layer_idx), query.shape[2]
+        dim = query.shape[2]
+        keys, values = (KVRows(self._kv, call.layer_idx, part, dim) for part in (0, 0 if call.latent else 1))
         value_dim = call.latent.rank if call.latent else value_dim or dim
         output = query.new_zeros(*query.shape[:2], value_dim)
         for seq, table in enumerate(self._batch.block_tables):
@@ -25,9 +27,10 @@ class RowReader:
             for row in range(first, last):
                 end = self._batch.context_lens[seq] - (last - 1 - row)
                 begin = max(0, end - call.sliding_window) if call.sliding_window else 0
-                cached = layer[table.long()].transpose(1, 2).flatten(0, 1)[begin:end].float()
-                values = cached[:, 0 if call.latent else 1, :, :value_dim]
-                attended = _attend_row(call, query[row].float(), cached[:, 0, :, :dim], values)
+                cached = (
+                    part.gather(table.long()).flatten(0, 1)[begin:end].float() for part in (keys, values)
+                )
+                attended = _attend_row(call, query[row].float(), *cached)[:, :value_dim]
                 output[row] = attended.to(query.dtype)
         return output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("triton", reason="the optional extra `cuda` is not installed
 from tests import checkpoints
 from tests.model.cuda.rerun_recorder import FakeRecorder
 from tests.model.cuda.row_attention import RowReader
+from tests.model.edited_checkpoints import fp8_checkpoint
 from tests.model.paging import PagedSequences, plain_logits
 from tests.quantized_files import gptq, rewrite
 
@@ -26,10 +28,12 @@ from stemma.model.cuda.fused_steps import FusedModel
 from stemma.model.cuda.layers import LayerStep
 from stemma.model.cuda.listed_attention import PieceRoom
 from stemma.model.cuda.recorded_steps import RecordedDecoder
+from stemma.model.families.layout import Linear
 from stemma.model.load.fused_loading import fitting_layout, named_weights
 from stemma.model.opened.causal_lm import CausalLM, ModelInfo
 from stemma.model.opened.checkpoint import open_checkpoint
 from stemma.model.opened.checkpoint_config import describe_checkpoint
+from stemma.model.weights.named import Affine, NamedWeights
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -130,11 +134,38 @@ def test_quantized_weights_are_multiplied_as_codes(family: str, tmp_path: Path) 
     torch.testing.assert_close(run.logits[0], plain_logits(twin.plain, tokens), atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("family", "block"),
+    [
+        ("llama", (16, 24)),
+        *(pytest.param("deepseek-v3", b, marks=pytest.mark.slow) for b in (None, (16, 24))),
+    ],
+)
+def test_fp8_weights_are_multiplied_as_codes(
+    family: str, block: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit what their numbers give; no product asks for these."""
+    fp8_checkpoint(tmp_path, block, partial(checkpoints.build, family, **SMALL | FAMILIES.get(family, {})))
+    plain = PagedSequences(fused(tmp_path / "plain"), [[5, 6, 7]])
+    asked, affine = set(), NamedWeights.affine
+
+    def watched(weights: NamedWeights, linear: Linear) -> Affine:
+        asked.add(linear.name)
+        return affine(weights, linear)
+
+    monkeypatch.setattr(NamedWeights, "affine", watched)
+    run = PagedSequences(fused(tmp_path / "fp8"), [[5, 6, 7]])
+    for one in (run, plain):
+        one.step([(0, 3)])
+    assert torch.equal(run.logits[0], plain.logits[0])
+    assert asked == {"lm_head"}
+
+
 def test_steps_attend_by_the_list(tmp_path: Path) -> None:
     """The whole of it: chunk and decodes through the kernels that a card records, equal to the bit."""
     path = checkpoints.build("qwen2", tmp_path, **SMALL)
-    recorder = FakeRecorder()
-    model = fused(path, steps=lambda decoder: RecordedDecoder(FusedModel(decoder), PieceRoom(1), recorder))
+    recorder, room = FakeRecorder(), PieceRoom(1)
+    model = fused(path, steps=lambda decoder: RecordedDecoder(FusedModel(decoder, CPU), room, recorder))
     tokens = list(range(5, 10))
     run = PagedSequences(model, [tokens, tokens[:3]])
     run.step([(0, 4), (1, 1)])

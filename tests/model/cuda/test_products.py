@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.nn.functional import gelu, silu
 pytest.importorskip("triton")
 
 from stemma.model.cuda.products import Chosen, CodedWeight, Gate, Weight, launch_of, num_pieces
+from stemma.model.formats.fp8 import coded_floats
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 
 COUNTS = (1, 17, 130)
@@ -100,6 +102,20 @@ def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(
     x = random(17, k)
     plain = Weight(weight.dequantize(torch.float32))
     ours = Weight(CodedWeight.of(weight, torch.float32, torch.device("cpu")))
+    for count in COUNTS[:2]:
+        assert torch.equal(ours(x[:count]).join(), plain(x[:count]).join())
+
+
+@pytest.mark.parametrize(("high", "wide", "k"), [(1, 128, 128), (64, 64, 128), (128, 32, 72)])
+def test_fp8_is_multiplied_as_codes(high: int, wide: int, k: int) -> None:
+    """By a scale for each row, or of blocks, whole or not: the bits of the numbers that they stand for."""
+    weights = []
+    for rows, seed in ((70, 1), (30, 2)):
+        codes = (random(rows, k, seed=seed) * 40).to(torch.float8_e4m3fn)
+        scale = random(-(-rows // high), -(-k // wide), seed=seed)
+        weights.append(coded_floats(Path(), "w", codes, scale, (high, wide), torch.float32))
+    x, plain = random(17, k), Weight(torch.cat([weight.plain() for weight in weights]))
+    ours = Weight(CodedWeight.of_floats(weights, torch.device("cpu")))
     for count in COUNTS[:2]:
         assert torch.equal(ours(x[:count]).join(), plain(x[:count]).join())
 

@@ -54,6 +54,9 @@ class OneLayer:
     def head(self, states: torch.Tensor) -> torch.Tensor:
         return states[:, ::2]
 
+    def adapter_step(self, adapters: object, num_rows: int) -> None:
+        assert not adapters
+
     def adaptable(self) -> Mapping[str, LinearShape]:
         return {}
 

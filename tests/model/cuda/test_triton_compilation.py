@@ -55,7 +55,7 @@ def test_listed_attention_compiles(capability: int) -> None:
         assert kernel["products"] == other["products"]
         if other["tile"] != kernel["tile"]:
             assert (other["layouts"], kernel["layouts"]) == (["4, 1"], ["8, 1"])
-    assert sum(kernel["tile"][0] == 128 for kernel in kernels) == (3 if capability == 90 else 0)
+    assert sum(kernel["tile"][0] == 128 for kernel in kernels) == (5 if capability == 90 else 0)
 
 
 def compiled(capability: int, *shapes: str, script: str = "compile_kernels.py") -> list[dict[str, Any]]:
@@ -77,7 +77,8 @@ def compiled(capability: int, *shapes: str, script: str = "compile_kernels.py") 
 @pytest.mark.parametrize("capability", [80, 90], ids=["ampere", "hopper"])
 def test_what_a_fused_decoder_launches_compiles(capability: int) -> None:
     """Every launch of steps of 1 to 2,048 tokens: dense models, mixtures, latents; no sums in memory."""
-    models = ("8B", "0.5B", "gemma", "mixture", "latent", "8B in 4 bits", "mixture in 4 bits")
+    models: tuple[str, ...] = ("8B", "0.5B", "gemma", "mixture", "latent")
+    models += tuple(f"{name} in {kind}" for name in ("8B", "mixture") for kind in ("4 bits", "fp8"))
     kernels = compiled(capability, *models, script="compile_fused.py")
     assert {kernel["model"] for kernel in kernels} == {*models}
     for kernel in kernels:

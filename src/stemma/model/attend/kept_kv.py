@@ -104,11 +104,6 @@ class KeptKV:
             plain = replace(plain, tiled=True)
         if kv_dtype == "auto":
             return plain
-        if self.device != "cpu":
-            raise ConfigError(
-                f"kv_cache_dtype {kv_dtype} runs on CPU only: the kernels for {self.device} read KV in "
-                "the model's dtype; leave kv_cache_dtype auto"
-            )
         return replace(plain, stored=kv_dtype, latent_rank=shape.latent_rank)
 
     @property

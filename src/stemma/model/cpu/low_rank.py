@@ -61,7 +61,7 @@ def _pairs_of(layer: Layer, pairs: Mapping[str, LowRankPair]) -> Iterator[tuple[
         for field, linear in zip(("query", "key", "value"), layer.inputs, strict=False):
             if linear.name in pairs:
                 yield field, pairs[linear.name]
-    elif (joined := _joined(layer, pairs)) is not None:
+    elif (joined := joined_pairs(layer.inputs, pairs, layer.order)) is not None:
         yield "query", joined
     for field, linear in _alone(layer):
         if (pair := pairs.get(linear.name)) is not None:
@@ -86,12 +86,15 @@ def _rows_of(pair: LowRankPair, linear: Linear) -> LowRankPair:
     return LowRankPair(pair.down, pair.up[first : first + linear.outputs], pair.scale)
 
 
-def _joined(layer: Layer, pairs: Mapping[str, LowRankPair]) -> LowRankPair | None:
-    """Return what is added to all inputs of a layer, in the order of its rows; None: nothing is."""
+def joined_pairs(
+    linears: Sequence[Linear], pairs: Mapping[str, LowRankPair], order: Sequence[int] | None = None
+) -> LowRankPair | None:
+    """Return what is added to all of these layers, in this order of rows; None: nothing is."""
     downs, ups, first = [], [], 0
-    rows = sum(linear.outputs for linear in layer.inputs)
-    for linear in layer.inputs:
-        if (pair := pairs.get(linear.name)) is not None:
+    rows = sum(linear.outputs for linear in linears)
+    for linear in linears:
+        if (found := pairs.get(linear.name)) is not None:
+            pair = _rows_of(found, linear)
             up = torch.zeros(rows, pair.up.shape[1])
             up[first : first + linear.outputs] = pair.up.float() * pair.scale
             downs.append(pair.down.float())
@@ -100,6 +103,6 @@ def _joined(layer: Layer, pairs: Mapping[str, LowRankPair]) -> LowRankPair | Non
     if not downs:
         return None
     whole = torch.cat(ups, dim=1)
-    if layer.order is not None:
-        whole = whole[list(layer.order)]
+    if order is not None:
+        whole = whole[list(order)]
     return LowRankPair(torch.cat(downs), whole, 1.0)

@@ -22,6 +22,7 @@ from stemma.model.cuda.layers import (
     RowNorm,
     angle_table,
 )
+from stemma.model.cuda.low_rank import OUTPUT
 from stemma.model.cuda.mixture import ExpertMLP
 from stemma.model.cuda.products import Weight
 from stemma.model.families import layout
@@ -68,11 +69,12 @@ class LayoutDecoder:
         report: Callable[[float], None] = lambda _share: None,
     ) -> None:
         """Bring all weights to the device; `report` gets the share done, 0..1."""
-        self._model, load = model, OnDevice(weights, dtype, device)
+        self.layout, load = model, OnDevice(weights, dtype, device)
         angles = angle_table(model.angles, max_positions, dtype, device)
         local = angles
         if model.local_angles is not None:
             local = angle_table(model.local_angles, max_positions, dtype, device)
+        self.dtype = dtype
         self._layers: list[DeviceLayer] = []
         for number, layer in enumerate(model.layers):
             report(number / len(model.layers))
@@ -91,20 +93,21 @@ class LayoutDecoder:
     def states(self, batch: ForwardBatch, step: LayerStep) -> torch.Tensor:
         """Write the batch's KV; return the states [T, H] behind the last norm."""
         residual, delta, delta_norm = self._embed(batch), None, None
-        scale = self._model.residual_scale
-        for layer in self._layers:
+        scale = self.layout.residual_scale
+        for number, layer in enumerate(self._layers):
             normed = layer.input_norm.residual(residual, delta, delta_norm, scale)
             attended = layer.attention(normed, batch.positions, step)
             attended_norm, mlp_norm = layer.out_norms
-            normed = layer.post_norm.residual(residual, layer.output(attended), attended_norm, scale)
-            delta, delta_norm = layer.mlp(normed), mlp_norm
+            output = step.adapted(number, OUTPUT, attended, layer.output(attended))
+            normed = layer.post_norm.residual(residual, output, attended_norm, scale)
+            delta, delta_norm = layer.mlp(normed, step), mlp_norm
         return self._norm.residual(residual, delta, delta_norm, scale)
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits [L, vocab] of states behind the last norm, [L, H]."""
         if len(states) == 0:
             return states.new_empty(0, self._head.outputs)
-        logits, divisor = self._head(states).join(), self._model.logits_divisor
+        logits, divisor = self._head(states).join(), self.layout.logits_divisor
         return logits if divisor == 1.0 else logits / divisor
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
@@ -127,11 +130,16 @@ def _device_layer(
     attended_norm = mlp_norm = None
     if layer.out_norms is not None:
         attended_norm, mlp_norm = (load.norm(norm) for norm in layer.out_norms)
+    mlp: GatedMLP | ExpertMLP
+    if isinstance(layer.mlp, layout.Gated):
+        mlp = GatedMLP(number, layer.mlp, load)
+    else:
+        mlp = ExpertMLP(number, layer.mlp, load)
     return DeviceLayer(
         input_norm=load.norm(layer.input_norm),
         attention=attention,
         output=load.product(layer.output),
         out_norms=(attended_norm, mlp_norm),
         post_norm=load.norm(layer.post_norm),
-        mlp=GatedMLP(layer.mlp, load) if isinstance(layer.mlp, layout.Gated) else ExpertMLP(layer.mlp, load),
+        mlp=mlp,
     )

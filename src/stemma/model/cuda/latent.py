@@ -14,6 +14,7 @@ from stemma.model.attend.attention import AttentionCall
 from stemma.model.attend.latent import LatentProjection
 from stemma.model.cuda.layer_kernels import prepare_latents
 from stemma.model.cuda.layers import LayerStep, OnDevice
+from stemma.model.cuda.low_rank import EXPAND, INPUTS
 from stemma.model.cuda.products import Weight
 from stemma.model.families import layout
 
@@ -61,12 +62,14 @@ class LatentAttention:
 
     def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Attend."""
-        shape, joined = self._heads, self._joined(normed).join()
+        shape, number = self._heads, self._call.layer_idx
+        joined = step.adapted(number, INPUTS, normed, self._joined(normed)).join()
         latent = joined[:, joined.shape[1] - shape.rank - shape.rope_dim :]
         query = joined
         if self._expand is not None and self._query_norm is not None:
-            query = self._expand(self._query_norm.columns(joined)).join()
-        folded = self._prepare(query, latent, positions, *step.place(self._call.layer_idx))
+            columns = self._query_norm.columns(joined)
+            query = step.adapted(number, EXPAND, columns, self._expand(columns)).join()
+        folded = self._prepare(query, latent, positions, step)
         heads = query[:, : shape.num_heads * (shape.nope_dim + shape.rope_dim)]
         heads = heads.view(len(normed), shape.num_heads, -1)
         self._fold.by_group(heads, folded)
@@ -78,14 +81,10 @@ class LatentAttention:
         return values.flatten(1)
 
     def _prepare(
-        self,
-        query: torch.Tensor,
-        latent: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
+        self, query: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: LayerStep
     ) -> torch.Tensor:
         """Write latents to the cache; return queries with their rotary parts alone, [T, H, rank + rope]."""
+        slots, cache = step.place(self._call.layer_idx)
         shape, num_tokens = self._heads, len(query)
         folded = query.new_empty(num_tokens, shape.num_heads, shape.rank + shape.rope_dim)
         kernel: Any = prepare_latents[(num_tokens, shape.num_heads + 1)]
@@ -113,6 +112,7 @@ class LatentAttention:
             LEAVES_PAIRS=shape.rotation == layout.Rotation.PAIRS,
             BLOCK=triton.next_power_of_2(shape.rank),
             HALF=triton.next_power_of_2(shape.rope_dim // 2),
+            **step.stored(),
             num_warps=1,
         )
         return folded

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stemma.model.cuda.coded_kernels import codes_of, highest_of, scale_of, store_scale
 from stemma.model.cuda.product_kernels import joined, times
 
 
@@ -129,12 +130,14 @@ def prepare_heads(
     NORMS: tl.constexpr,
     IN_FLOATS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STORED: tl.constexpr,
+    SCALES_AT: tl.constexpr,
 ):
     """Norm and rotate a head of a token's queries, into `query`, or of its keys, which go to KV like values.
 
     A negative slot is skipped. ROTARY: leading dims that are rotated, 0 for none. Pairs are
     (d, d + ROTARY / 2): who has a dim computes its partner too. `angles` [2, num_positions, ROTARY / 2]:
-    cosines, then sines.
+    cosines, then sines. STORED: KV's codes, whose scales lie SCALES_AT bytes behind a token's first.
     """
     ROUND: tl.constexpr = query.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -173,10 +176,16 @@ def prepare_heads(
     else:
         slot = tl.load(slots + token)
         part = (head - num_heads) // num_kv_heads
-        at = cache_row(slot, cache, stride_block, stride_token, BLOCK_SIZE)
-        at += part * stride_part + (head - num_heads - part * num_kv_heads) * stride_head
+        number = head - num_heads - part * num_kv_heads
+        at = cache_row(slot, cache, stride_block, stride_token, BLOCK_SIZE) + part * stride_part
         if slot >= 0:
-            tl.store(at + dims, turned.to(ROUND), mask=inside)
+            if STORED > 0:
+                turned = rounded(turned, ROUND)
+                scale = scale_of(highest_of(turned, inside), STORED)
+                tl.store(at + number * stride_head + dims, codes_of(turned, scale, STORED), mask=inside)
+                store_scale(at + SCALES_AT + 2 * number, scale, True)
+            else:
+                tl.store(at + number * stride_head + dims, turned.to(ROUND), mask=inside)
 
 
 @triton.jit
@@ -204,6 +213,8 @@ def prepare_latents(
     LEAVES_PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     HALF: tl.constexpr,
+    STORED: tl.constexpr,
+    SCALES_AT: tl.constexpr,
 ):
     """Rotate one head of a token's queries into `folded` [T, heads, RANK + ROPE], behind what is folded.
 
@@ -213,25 +224,11 @@ def prepare_latents(
     ROUND: tl.constexpr = folded.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    slot = tl.load(slots + token)
+    source = latent + token * stride_latent + RANK
     if head < num_heads:
-        slot = slot * 0  # a query is always written
         source = query + token * stride_query + head * (NOPE + ROPE) + NOPE
-        target = folded + (token * num_heads + head) * (RANK + ROPE) + RANK
-    else:
-        source = latent + token * stride_latent + RANK
-        row = cache_row(slot, cache, stride_block, stride_token, BLOCK_SIZE)
-        target = row + RANK
-        columns = tl.arange(0, BLOCK)
-        inside = columns < RANK
-        x = tl.load(latent + token * stride_latent + columns, mask=inside, other=0.0).to(tl.float32)
-        factor = tl.rsqrt(summed(times(x, x), BLOCK) / RANK + eps)
-        weight = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
-        x = scaled_by_norm(x, factor, weight, False, ROUND)
-        tl.store(row + columns, x.to(ROUND), mask=inside & (slot + columns * 0 >= 0))
     pairs = tl.arange(0, HALF)
     is_pair = pairs < ROPE // 2
-    is_kept = is_pair & (slot + pairs * 0 >= 0)
     one = 2 * pairs if PAIRED else pairs
     other = 2 * pairs + 1 if PAIRED else pairs + ROPE // 2
     a = tl.load(source + one, mask=is_pair, other=0.0).to(tl.float32)
@@ -239,10 +236,37 @@ def prepare_latents(
     at = tl.load(positions + token) * (ROPE // 2) + pairs
     cos = tl.load(angles + at, mask=is_pair, other=1.0).to(tl.float32)
     sin = tl.load(angles + num_positions * (ROPE // 2) + at, mask=is_pair, other=0.0).to(tl.float32)
+    first = rounded(tl.fma(a, cos, -times(b, sin)), ROUND)
+    second = rounded(tl.fma(b, cos, times(a, sin)), ROUND)
     one = 2 * pairs if LEAVES_PAIRS else pairs
     other = 2 * pairs + 1 if LEAVES_PAIRS else pairs + ROPE // 2
-    tl.store(target + one, tl.fma(a, cos, -times(b, sin)).to(ROUND), mask=is_kept)
-    tl.store(target + other, tl.fma(b, cos, times(a, sin)).to(ROUND), mask=is_kept)
+    if head < num_heads:
+        target = folded + (token * num_heads + head) * (RANK + ROPE) + RANK
+        tl.store(target + one, first.to(ROUND), mask=is_pair)
+        tl.store(target + other, second.to(ROUND), mask=is_pair)
+    else:
+        slot = tl.load(slots + token)
+        row = cache_row(slot, cache, stride_block, stride_token, BLOCK_SIZE)
+        columns = tl.arange(0, BLOCK)
+        inside = columns < RANK
+        x = tl.load(latent + token * stride_latent + columns, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(summed(times(x, x), BLOCK) / RANK + eps)
+        weight = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
+        x = scaled_by_norm(x, factor, weight, False, ROUND)
+        if slot >= 0:
+            if STORED > 0:
+                scale = scale_of(highest_of(x, inside), STORED)
+                tl.store(row + columns, codes_of(x, scale, STORED), mask=inside)
+                store_scale(row + SCALES_AT, scale, True)
+                highest = tl.maximum(highest_of(first, is_pair), highest_of(second, is_pair))
+                scale = scale_of(highest, STORED)
+                tl.store(row + RANK + one, codes_of(first, scale, STORED), mask=is_pair)
+                tl.store(row + RANK + other, codes_of(second, scale, STORED), mask=is_pair)
+                store_scale(row + SCALES_AT + 2, scale, True)
+            else:
+                tl.store(row + columns, x.to(ROUND), mask=inside)
+                tl.store(row + RANK + one, first.to(ROUND), mask=is_pair)
+                tl.store(row + RANK + other, second.to(ROUND), mask=is_pair)
 
 
 @triton.jit

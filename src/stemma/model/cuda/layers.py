@@ -12,7 +12,9 @@ import triton
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.attention import AttentionCall
 from stemma.model.cpu.packing import in_one_form
+from stemma.model.cuda.coded_kv import rows_of, stored_constants
 from stemma.model.cuda.layer_kernels import add_and_norm, prepare_heads
+from stemma.model.cuda.low_rank import DOWN, GATE_UP, INPUTS, AdapterStep, activate_both
 from stemma.model.cuda.products import CodedWeight, Gate, Sums, Weight
 from stemma.model.families import layout
 from stemma.model.weights.joining import below_each_other
@@ -34,14 +36,17 @@ class OnDevice:
 
     def linears(self, *linears: layout.Linear) -> tuple[torch.Tensor | CodedWeight, torch.Tensor | None]:
         """Return the weights below each other, and their biases, zeros where some have none."""
-        affines = [self.weights.affine(linear) for linear in linears]
-        weights, biases = in_one_form([affine.weight for affine in affines]), None
-        if any(affine.bias is not None for affine in affines):
+        found, biases = [self.weights.bias(linear) for linear in linears], None
+        if any(bias is not None for bias in found):
             filled = [
-                torch.zeros(linear.outputs, dtype=self.dtype) if affine.bias is None else affine.bias
-                for linear, affine in zip(linears, affines, strict=True)
+                torch.zeros(linear.outputs, dtype=self.dtype) if bias is None else bias
+                for linear, bias in zip(linears, found, strict=True)
             ]
             biases = torch.cat(filled).to(self.device)
+        floats = [coded for linear in linears if (coded := self.weights.coded(linear)) is not None]
+        if len(floats) == len(linears) and len({coded.group_size for coded in floats}) == 1:
+            return CodedWeight.of_floats(floats, self.device), biases
+        weights = in_one_form([self.weights.affine(linear).weight for linear in linears])
         codes = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
         if codes:
             order = torch.arange(sum(weight.shape[0] for weight in codes))
@@ -142,10 +147,19 @@ class LayerStep:
 
     reader: AttentionReader
     kv: DeviceKV
+    adapters: AdapterStep | None = None
+
+    def adapted(self, layer: int, product: int, x: torch.Tensor, sums: Sums) -> Sums:
+        """Add what adapters do to what a layer's product of x [T, K] left."""
+        return sums if self.adapters is None else self.adapters.add(5 * layer + product, x, sums)
+
+    def stored(self) -> dict[str, int]:
+        """Return what kernels that write KV are compiled for."""
+        return stored_constants(self.kv.layout)
 
     def place(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots of the rows and a layer's cache, as kernels take them."""
-        return self.reader.slots, self.kv.layer(number)
+        return self.reader.slots, rows_of(self.kv, number)
 
 
 class Attention(Protocol):
@@ -178,13 +192,13 @@ class HeadAttention:
 
     def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Attend."""
-        query = self._prepare(self._qkv(normed), positions, *step.place(self._call.layer_idx))
+        sums = step.adapted(self._call.layer_idx, INPUTS, normed, self._qkv(normed))
+        query = self._prepare(sums, positions, step)
         return step.reader.read(self._call, query).flatten(1)
 
-    def _prepare(
-        self, sums: Sums, positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor
-    ) -> torch.Tensor:
+    def _prepare(self, sums: Sums, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Norm and rotate; write keys and values to the cache and return queries, [T, heads, D]."""
+        slots, cache = step.place(self._call.layer_idx)
         shape, dim, (num_tokens, width) = self._heads, self._heads.head_dim, sums.shape
         query = torch.empty(*(num_tokens, shape.num_heads, dim), dtype=sums.dtype, device=sums.numbers.device)
         norms = [norm.weight for norm in self._norms] or [query, query]
@@ -210,6 +224,7 @@ class HeadAttention:
             NORMS=bool(self._norms),
             IN_FLOATS=bool(self._norms) and self._norms[0].in_floats,
             BLOCK=triton.next_power_of_2(dim),
+            **step.stored(),
             num_warps=1,
         )
         return query
@@ -218,13 +233,19 @@ class HeadAttention:
 class GatedMLP:
     """down(activation(gate x) * up x)."""
 
-    def __init__(self, gated: layout.Gated, load: OnDevice) -> None:
+    def __init__(self, number: int, gated: layout.Gated, load: OnDevice) -> None:
+        self._number = number
         self._gate_up = Weight(*load.linears(gated.gate, gated.up), gate=gate_of(gated))
         self._down = load.product(gated.down)
 
-    def __call__(self, x: torch.Tensor) -> Sums:
+    def __call__(self, x: torch.Tensor, step: LayerStep) -> Sums:
         """Take normed states [T, H]."""
-        return self._down(self._gate_up(x).numbers)
+        if step.adapters is None:
+            return self._down(self._gate_up(x).numbers)
+        both, gate = self._gate_up.ungated(x)
+        step.adapted(self._number, GATE_UP, x, Sums(both, 1, None, both.dtype))
+        inner = activate_both(both, gate)
+        return step.adapted(self._number, DOWN, inner, self._down(inner))
 
 
 def gate_of(gated: layout.Gated) -> Gate:

@@ -21,7 +21,9 @@ import torch
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.attention import AttentionCall
 from stemma.model.cuda.attention_list import ListShape
+from stemma.model.cuda.coded_kv import rows_of, stored_constants
 from stemma.model.cuda.listed_kernels import attend_listed, join_listed
+from stemma.model.cuda.low_rank import AdapterStep
 from stemma.model.cuda.step_inputs import MANY_ROWS, SEEN_AT, StepInputs
 from stemma.model.cuda.triton_attention import split_dim
 from stemma.model.cuda.triton_kernels import write_kernel
@@ -44,13 +46,17 @@ class TileShape:
     num_stages: int
 
 
-def tile_shape(row_bytes: int, *, is_large: bool) -> TileShape:
-    """Return the tiles for keys of `row_bytes` bytes."""
+def tile_shape(
+    row_bytes: int, *, is_large: bool, is_coded: bool = False, has_warpgroups: bool = True
+) -> TileShape:
+    """Return the tiles for keys of `row_bytes` bytes, once they are numbers."""
     if row_bytes > 512:
-        return TileShape(32, 32 if row_bytes <= 1152 else 16, 8, 2)
+        return TileShape(32, 32 if row_bytes <= 1152 else 16, 8, 1 if is_coded else 2)
     if row_bytes > 256:
         return TileShape(64, 32, 8, 2)
-    return TileShape(128, 64, 8, 2) if is_large else TileShape(64, 64, 4, 2)
+    if is_large:
+        return TileShape(128, 64, 8, 2)
+    return TileShape(64, 64, 8 if is_coded and not has_warpgroups else 4, 2)
 
 
 class PieceRoom:
@@ -87,12 +93,15 @@ class PieceRoom:
 class ListedAttentionStep:
     """`StepContext` over the kernels that work off a list.
 
-    `attend` writes KV and reads. A decoder that writes KV by a kernel of its own, into `slots`, calls `read`.
+    `attend` writes plain KV and reads. A decoder that writes KV by a kernel of its own, into `slots`, calls
+    `read`.
     """
 
-    def __init__(self, inputs: StepInputs, kv: DeviceKV, room: PieceRoom) -> None:
+    def __init__(
+        self, inputs: StepInputs, kv: DeviceKV, room: PieceRoom, adapters: AdapterStep | None = None
+    ) -> None:
         """Serve the step that `inputs` were filled with last, and if recorded all others of its size."""
-        self._inputs, self.kv, self._room = inputs, kv, room
+        self._inputs, self.kv, self._room, self.adapters = inputs, kv, room, adapters
         self._num_rows = inputs.num_rows
         self.slots = inputs.slots
         """[T] int64: where each row's KV is written; negative: nowhere."""
@@ -117,7 +126,7 @@ class ListedAttentionStep:
         """
         if query.stride(2) != 1:
             query = query.contiguous()
-        layer = self.kv.layer(call.layer_idx)
+        layer = rows_of(self.kv, call.layer_idx)
         keys = layer[:, 0, :, :, : query.shape[2]]
         if call.latent is not None:
             values = keys[..., : call.latent.rank]
@@ -157,8 +166,13 @@ class ListedAttentionStep:
     ) -> None:
         num_heads, head_dim = query.shape[1:]
         value_dim, num_kv_heads = values.shape[3], keys.shape[2]
-        is_large = self._num_rows >= MANY_ROWS and self._room.has_warpgroups and query.element_size() == 2
-        tile = tile_shape(head_dim * query.element_size(), is_large=is_large)
+        has_warpgroups = self._room.has_warpgroups
+        tile = tile_shape(
+            head_dim * query.element_size(),
+            is_large=self._num_rows >= MANY_ROWS and has_warpgroups and query.element_size() == 2,
+            is_coded=self.kv.layout.stored != "plain",
+            has_warpgroups=has_warpgroups,
+        )
         shape = ListShape(num_heads, num_kv_heads, value_dim, tile.block_m, self._room.piece, call.sight)
         partial, partial_weight = self._room.of(shape, query.device)
         numbers, header_at = self._inputs.numbers, self._inputs.header_of(shape)
@@ -208,6 +222,8 @@ class ListedAttentionStep:
             HAS_SINKS=call.sinks is not None,
             VALUES_ARE_KEYS=call.latent is not None and value_dim == main == padded_values,
             WIDEN=query.device.type == "cpu",
+            **stored_constants(self.kv.layout),
+            RANK=self.kv.layout.latent_rank,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stemma.model.cuda.coded_kernels import decoded_rows
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -86,13 +88,18 @@ def attend_listed(
     HAS_SINKS: tl.constexpr,
     VALUES_ARE_KEYS: tl.constexpr,
     WIDEN: tl.constexpr,
+    STORED: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    RANK: tl.constexpr,
 ):
     """Attend all items of the list whose header is at `header_at` of `numbers` int32. Grid: (programs,).
 
     An item times `UNITS` head units of `HEADS` query heads of one KV head. For the layout of `numbers` see
     `step_inputs`. `scale` includes log2(e) unless there is a softcap. `WIDEN` multiplies in float32, for
-    the interpreter.
+    the interpreter. STORED: keys and values are codes, see `decoded_rows`, with scales SCALES_AT bytes
+    behind a token's first.
     """
+    ROUND: tl.constexpr = query.dtype.element_ty
     header = numbers + header_at
     items_at = tl.load(header)
     num_items = tl.load(header + 1)
@@ -171,6 +178,10 @@ def attend_listed(
                 k_main = tl.load(
                     k_rows[None, :] + dims[:, None], mask=inside[None, :] & in_main[:, None], other=0.0
                 )
+                if STORED > 0:
+                    k_at = (k_rows + (SCALES_AT + kv_head * ((4 if RANK else 2) - stride_k_head)))[None, :]
+                    in_k = inside[None, :]
+                    k_main = decoded_rows(k_main, dims[:, None], k_at, in_k, STORED, RANK, ROUND)
                 if WIDEN:
                     k_main = k_main.to(tl.float32)
                 scores = tl.dot(q_main, k_main, input_precision="ieee")
@@ -180,6 +191,8 @@ def attend_listed(
                         mask=inside[None, :] & in_rest[:, None],
                         other=0.0,
                     )
+                    if STORED > 0:
+                        k_rest = decoded_rows(k_rest, rest_dims[:, None], k_at, in_k, STORED, RANK, ROUND)
                     if WIDEN:
                         k_rest = k_rest.to(tl.float32)
                     scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
@@ -206,6 +219,10 @@ def attend_listed(
                         mask=inside[:, None] & in_values[None, :],
                         other=0.0,
                     )
+                    if STORED > 0:
+                        v_at = v_rows + (SCALES_AT + kv_head * ((4 if RANK else 2) - stride_v_head))
+                        v_at, in_v = v_at[:, None], inside[:, None]
+                        values = decoded_rows(values, value_dims[None, :], v_at, in_v, STORED, RANK, ROUND)
                 if WIDEN:
                     values = values.to(tl.float32)
                 summed = tl.dot(

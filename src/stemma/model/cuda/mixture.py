@@ -12,7 +12,7 @@ import torch
 import triton
 
 from stemma.model.cuda.layer_kernels import combine, route
-from stemma.model.cuda.layers import GatedMLP, OnDevice, gate_of
+from stemma.model.cuda.layers import GatedMLP, LayerStep, OnDevice, gate_of
 from stemma.model.cuda.products import ROUND, Chosen, CodedWeight, Gate, Sums, Weight
 from stemma.model.families import layout
 
@@ -20,7 +20,7 @@ from stemma.model.families import layout
 class ExpertMLP:
     """Experts behind a router."""
 
-    def __init__(self, mixture: layout.Mixture, load: OnDevice) -> None:
+    def __init__(self, number: int, mixture: layout.Mixture, load: OnDevice) -> None:
         self._router = mixture.router
         self._logits = _router_product(mixture.router, load)
         self._correction = None
@@ -29,12 +29,12 @@ class ExpertMLP:
         experts = mixture.experts
         self._gate_up = _stacked([load.linears(e.gate, e.up) for e in experts], gate_of(experts[0]))
         self._down = _stacked([load.linears(expert.down) for expert in experts])
-        self._shared = None if mixture.shared is None else GatedMLP(mixture.shared, load)
+        self._shared = None if mixture.shared is None else GatedMLP(number, mixture.shared, load)
         self._shared_gate = None
         if mixture.shared_gate is not None:
             self._shared_gate = load.floats(mixture.shared_gate.weight).flatten()
 
-    def __call__(self, x: torch.Tensor) -> Sums:
+    def __call__(self, x: torch.Tensor, step: LayerStep) -> Sums:
         """Take normed states [T, H]."""
         top_k, num_experts = self._router.top_k, self._router.linear.outputs
         ids, weights = self._route(x)
@@ -44,7 +44,8 @@ class ExpertMLP:
         )
         inner = self._gate_up.by_expert(x, Chosen(order, starts, top_k))
         outputs = self._down.by_expert(inner, Chosen(order, starts, 1))
-        return self._combine(x, outputs, weights)
+        shared = None if self._shared is None else self._shared(x, step)
+        return self._combine(x, outputs, weights, shared)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's experts and their weights, [T, k] int32 and float32."""
@@ -76,8 +77,9 @@ class ExpertMLP:
         )
         return ids, weights
 
-    def _combine(self, x: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor) -> Sums:
-        shared = None if self._shared is None else self._shared(x)
+    def _combine(
+        self, x: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor, shared: Sums | None
+    ) -> Sums:
         mixed = torch.empty_like(x)
         kernel: Any = combine[(x.shape[0],)]
         kernel(

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stemma.model.cuda.coded_kernels import FP8, number_of
+
 
 @triton.jit
 def times(a, b):
@@ -34,6 +36,7 @@ def decoded(
     K,
     BLOCK_K: tl.constexpr,
     BITS: tl.constexpr,
+    IS_FP8: tl.constexpr,
     SHIFT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -42,8 +45,8 @@ def decoded(
 ):
     """Return weights of some rows from input k on, [rows, BLOCK_K], as `QuantizedWeight.dequantize` does.
 
-    Codes of 4 BITS lie in pairs, less SHIFT; others are bytes. Scales, and what goes off codes or is added
-    behind them, are [rows, num_groups].
+    Codes of 4 BITS lie in pairs, less SHIFT; others are bytes, of E4M3 or integers. Scales, and what goes off
+    codes or is added behind them, are [rows, num_groups].
     """
     ks = k + tl.arange(0, BLOCK_K)
     rows = rows[:, None].to(tl.int64)
@@ -52,7 +55,8 @@ def decoded(
         both = tl.load(w + rows * stride_w + pairs[None, :], mask=(pairs * 2 < K)[None, :], other=0)
         codes = tl.interleave(both & 15, both >> 4).to(tl.float32) - SHIFT
     else:
-        codes = tl.load(w + rows * stride_w + ks[None, :], mask=(ks < K)[None, :], other=0).to(tl.float32)
+        codes = tl.load(w + rows * stride_w + ks[None, :], mask=(ks < K)[None, :], other=0)
+        codes = number_of(codes, FP8) if IS_FP8 else codes.to(tl.float32)
     if GROUP_SIZE % BLOCK_K == 0:
         at = rows * num_groups + k // GROUP_SIZE
     else:
@@ -123,6 +127,7 @@ def product(
     PADDED: tl.constexpr,
     CHOSEN: tl.constexpr,
     BITS: tl.constexpr,
+    IS_FP8: tl.constexpr,
     SHIFT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -132,7 +137,8 @@ def product(
 
     APART: a program is one piece, and writes it to `parts` ``[PIECES, T, N]`` if there are several, without
     the bias. BULK: the copy engine brings tiles, zeros beyond T. WIDEN: operands are float32, for the
-    interpreter. GATE: w is ``[2 N, K]``, gates above ups; see `activated`. The third axis of programs counts
+    interpreter. GATE: w is ``[2 N, K]``, gates above ups; see `activated`; 4: both go to y as they are. The
+    third axis of programs counts
     groups with weights, inputs and outputs of their own, e.g. heads.
 
     EXPERTS (else 0): groups are experts, and tiles are those of their rows. Row r of x and y is the choice
@@ -226,6 +232,7 @@ def product(
                     K,
                     BLOCK_K,
                     BITS,
+                    IS_FP8,
                     SHIFT,
                     GROUP_SIZE,
                     HAS_ZEROS,
@@ -245,6 +252,7 @@ def product(
                         K,
                         BLOCK_K,
                         BITS,
+                        IS_FP8,
                         SHIFT,
                         GROUP_SIZE,
                         HAS_ZEROS,
@@ -284,7 +292,10 @@ def product(
             total += tl.load(biases).to(tl.float32)[:, None]
             if GATE:
                 ups += tl.load(biases + N).to(tl.float32)[:, None]
-        if GATE:
+        if GATE == 4:
+            at = y + columns[None, :] * stride_y + (N + rows[:, None])
+            tl.store(at, ups.to(y.dtype.element_ty), mask=inside_x if EVEN_N else inside_x & kept[:, None])
+        elif GATE:
             total = activated(total, ups, sharpness, limit, GATE, y.dtype.element_ty)
         at = y + group.to(tl.int64) * group_y + columns[None, :] * stride_y + rows[:, None]
         mask = inside_x if EVEN_N else inside_x & kept[:, None]

@@ -18,6 +18,7 @@ import triton.language as tl
 from stemma.model.cuda.product_kernels import join, product
 from stemma.model.weights.multiples import numbers_of
 from stemma.model.weights.quantized import QuantizedWeight
+from stemma.model.weights.stored import CodedFloats
 
 BLOCK_K = 64
 FEW_TOKENS = 128
@@ -123,16 +124,18 @@ class CodedWeight:
     """A quantized weight as `product` reads it: `decoded` of product_kernels.py."""
 
     codes: torch.Tensor
-    """uint8 [.., rows, K / 2] of 4 bits, or int8 [.., rows, K]."""
+    """uint8 [.., rows, K / 2] of 4 bits, int8 [.., rows, K], or uint8 that are E4M3's."""
     scales: torch.Tensor
-    """[.., rows, K / group size] float32."""
+    """[.., rows, K / group size, rounded up] float32."""
     zeros: torch.Tensor | None
     minimums: torch.Tensor | None
     dtype: torch.dtype
     """Of what it is multiplied with, and what its numbers are rounded to."""
     inputs: int
-    shift: int
+    group_size: int
+    shift: int = 0
     """What is taken off codes of 4 bits."""
+    is_fp8: bool = False
 
     @classmethod
     def of(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> CodedWeight:
@@ -152,8 +155,17 @@ class CodedWeight:
             None if minimums is None else numbers_of(minimums).to(device),
             dtype,
             inputs,
+            weight.group_size,
             shift,
         )
+
+    @classmethod
+    def of_floats(cls, weights: Sequence[CodedFloats], device: torch.device) -> CodedWeight:
+        """Bring weights in FP8 with groups of one size to the device, below each other."""
+        codes = torch.cat([weight.codes.view(torch.uint8) for weight in weights]).to(device)
+        scales = torch.cat([weight.scales for weight in weights]).to(device)
+        first = weights[0]
+        return cls(codes, scales, None, None, first.dtype, codes.shape[1], first.group_size, is_fp8=True)
 
     @classmethod
     def stacked(cls, weights: Sequence[CodedWeight]) -> CodedWeight:
@@ -181,9 +193,10 @@ class CodedWeight:
     def constants(self) -> dict[str, int | bool]:
         """Return what the kernel is compiled for."""
         return {
-            "BITS": 4 if self.codes.dtype == torch.uint8 else 8,
+            "BITS": 4 if self.codes.dtype == torch.uint8 and not self.is_fp8 else 8,
+            "IS_FP8": self.is_fp8,
             "SHIFT": self.shift,
-            "GROUP_SIZE": self.inputs // self.scales.shape[-1],
+            "GROUP_SIZE": self.group_size,
             "HAS_ZEROS": self.zeros is not None,
             "HAS_MINIMUMS": self.minimums is not None,
         }
@@ -191,6 +204,7 @@ class CodedWeight:
 
 _PLAIN: dict[str, int | bool] = {
     "BITS": 0,
+    "IS_FP8": False,
     "SHIFT": 0,
     "GROUP_SIZE": 1,
     "HAS_ZEROS": False,
@@ -241,6 +255,14 @@ class Weight:
         bias = self._bias if is_cut else None
         return Sums(numbers, self._num_pieces if is_cut else 1, bias, self._dtype)
 
+    def ungated(self, x: torch.Tensor) -> tuple[torch.Tensor, Gate]:
+        """Return gates and ups of x [T, K] side by side, [T, 2 N], and how they become one."""
+        assert self._gate is not None
+        both, launch = x.new_empty(len(x), 2 * self.outputs), self._launch(len(x), x.device)
+        tiles = triton.cdiv(self.outputs, launch.block_n) * triton.cdiv(len(x), launch.block_t)
+        self._run((tiles, 1), launch, x, both, gate=Gate(4))
+        return both, self._gate
+
     def by_group(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Multiply x [T, groups, K] into y [T, groups, N], each group with its weight; rows may lie apart."""
         num_tokens, launch = x.shape[0], self._launch(x.shape[0], x.device)
@@ -258,11 +280,13 @@ class Weight:
         return y
 
     def _launch(self, num_tokens: int, device: torch.device) -> ProductTiles:
+        is_gated, is_coded = self._gate is not None, self._codes is not None
+        is_fp8 = self._codes is not None and self._codes.is_fp8
         return launch_of(
             num_tokens,
-            is_gated=self._gate is not None,
+            is_gated=is_gated,
             is_wide=self._dtype == torch.float32,
-            is_narrow=not has_warpgroups(device) and (self._gate is not None or self._codes is not None),
+            is_narrow=is_gated or is_coded if not has_warpgroups(device) else is_fp8 and not is_gated,
         )
 
     def _run(
@@ -274,6 +298,7 @@ class Weight:
         *,
         groups: tuple[int, int] = (0, 0),
         chosen: Chosen | None = None,
+        gate: Gate | None = None,
     ) -> None:
         weight, n, k = self._weight, self.outputs, self.inputs
         of_group = weight.stride(0) if weight.dim() == 3 else 0
@@ -282,7 +307,7 @@ class Weight:
         is_bulk = is_bulk and _is_aligned(x, weight)
         if is_bulk:
             _allow_descriptors(x.device)
-        gate = self._gate or Gate(0)
+        gate = gate or self._gate or Gate(0)
         kernel: Any = product[grid]
         kernel(
             x,

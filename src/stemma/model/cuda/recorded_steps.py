@@ -5,14 +5,15 @@ Decodes, chunks, prefix hits, drafts and mixtures of them differ only in numbers
 replayed. Rows behind it are padding: they write no KV and see none. The head isn't recorded: it takes the
 rows whose logits are wanted, so padding costs none.
 
-A step with adapters, images or anything else that no recording carries runs as it is, by the same kernels.
+Adapters stand in device memory too. A step with images or anything else that no recording carries runs as it
+is, by the same kernels.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -21,8 +22,9 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cuda.graphs import GraphRecorder, Recording, lacks_memory
 from stemma.model.cuda.listed_attention import ListedAttentionStep, PieceRoom
+from stemma.model.cuda.low_rank import MOST_ADAPTERS, AdapterStep
 from stemma.model.cuda.step_inputs import NUM_NUMBERS, StepInputs
-from stemma.model.lora.adapter import Adapter, LinearShape
+from stemma.model.lora.adapter import Adapter, AdapterRows, LinearShape
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,9 @@ class RecordedModel(Protocol):
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits [L, vocab] of states [L, H]."""
 
+    def adapter_step(self, adapters: Sequence[AdapterRows], num_rows: int) -> AdapterStep | None:
+        """Return what adapters add in a step of `num_rows` rows, padding included; None: there are none."""
+
     def adaptable(self) -> Mapping[str, LinearShape]:
         """As `Decoder.adaptable`."""
 
@@ -59,14 +64,15 @@ class RecordedDecoder:
         self._inputs: StepInputs | None = None
         self._large_inputs: StepInputs | None = None
         """Of steps that don't fit into the others; made for the largest so far."""
-        self._recordings: dict[int, Recording] = {}
+        self._recordings: dict[tuple[int, tuple[int, int] | None], Recording] = {}
+        """By bucket, and the form of adapters."""
         self._left_out: set[int] = set()
         """Buckets for whose recording there was no memory."""
 
     @property
     def recorded(self) -> tuple[int, ...]:
         """Buckets that have a recording, in the order in which they were made."""
-        return tuple(self._recordings)
+        return tuple(bucket for bucket, _ in self._recordings)
 
     def adaptable(self) -> Mapping[str, LinearShape]:
         """Return the linear layers that adapters may add to, by their names in transformers."""
@@ -86,14 +92,15 @@ class RecordedDecoder:
         for done, bucket in enumerate(reversed(ROW_BUCKETS)):
             progress(done / len(ROW_BUCKETS))
             if inputs.fill(nothing, bucket, kv.layout.block_size):
-                self._states(bucket, inputs, kv)
+                self._states(bucket, inputs, kv, None)
         progress(1.0)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the batch's KV and return logits [L, vocab]."""
         inputs, bucket = self._inputs_for(kv), self._bucket(batch)
         if bucket is not None and inputs.fill(batch, bucket, kv.layout.block_size):
-            states = self._states(bucket, inputs, kv)[: len(batch.token_ids)]
+            adapters = self._model.adapter_step(batch.adapters, bucket)
+            states = self._states(bucket, inputs, kv, adapters)[: len(batch.token_ids)]
         else:
             states = self._as_it_is(batch, inputs, kv)
         if batch.wants_hidden:
@@ -103,7 +110,9 @@ class RecordedDecoder:
     def _bucket(self, batch: ForwardBatch) -> int | None:
         """Return the bucket of a step that a recording can serve; None for any other."""
         num_rows = len(batch.token_ids)
-        if self._recorder is None or not 0 < num_rows <= ROW_BUCKETS[-1] or batch.adapters:
+        if self._recorder is None or not 0 < num_rows <= ROW_BUCKETS[-1]:
+            return None
+        if len(batch.adapters) > MOST_ADAPTERS:
             return None
         others = (batch.written_rows, batch.states, batch.pages, batch.images, batch.limits, batch.axes)
         if any(other is not None for other in others):
@@ -121,7 +130,9 @@ class RecordedDecoder:
 
     def _as_it_is(self, batch: ForwardBatch, inputs: StepInputs, kv: DeviceKV) -> torch.Tensor:
         batch.on_launch()
-        return self._model.states(batch, ListedAttentionStep(self._filled(batch, inputs, kv), kv, self._room))
+        adapters = self._model.adapter_step(batch.adapters, len(batch.token_ids))
+        filled = self._filled(batch, inputs, kv)
+        return self._model.states(batch, ListedAttentionStep(filled, kv, self._room, adapters))
 
     def _filled(self, batch: ForwardBatch, inputs: StepInputs, kv: DeviceKV) -> StepInputs:
         """Return inputs that hold a step as it is; larger ones are made where it doesn't fit."""
@@ -137,11 +148,14 @@ class RecordedDecoder:
                 self._large_inputs = large
                 return large
 
-    def _states(self, bucket: int, inputs: StepInputs, kv: DeviceKV) -> torch.Tensor:
+    def _states(
+        self, bucket: int, inputs: StepInputs, kv: DeviceKV, adapters: AdapterStep | None
+    ) -> torch.Tensor:
         """Replay a bucket's recording; the first time, run the step and record it for the next time."""
-        if (recording := self._recordings.get(bucket)) is not None:
+        key = bucket, None if adapters is None else adapters.form
+        if (recording := self._recordings.get(key)) is not None:
             return recording.replay()
-        batch, step = inputs.batch(bucket), ListedAttentionStep(inputs, kv, self._room)
+        batch, step = inputs.batch(bucket), ListedAttentionStep(inputs, kv, self._room, adapters)
         states = self._model.states(batch, step)
         if self._recorder is None or bucket in self._left_out:
             return states
@@ -156,7 +170,7 @@ class RecordedDecoder:
             self._recordings.clear()
             logger.warning("steps of this model can't be recorded: %s", error)
         else:
-            self._recordings[bucket] = Recording(replay, step)
+            self._recordings[key] = Recording(replay, step)
         return states
 
 

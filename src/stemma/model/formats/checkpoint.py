@@ -14,7 +14,7 @@ from stemma.errors import ModelError
 from stemma.model.files.directory import StoredTensor, open_safetensors, stored_tensors
 from stemma.model.formats.summary import FormatCounts
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
-from stemma.model.weights.stored import DeferredWeight, StoredWeights
+from stemma.model.weights.stored import CodedFloats, DeferredWeight, StoredWeights
 
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -127,8 +127,8 @@ class ReadWeights:
 
     def __init__(self, tensors: CheckpointTensors, dtype: torch.dtype) -> None:
         self.tensors = tensors
-        self.weights: dict[str, torch.Tensor | DeferredWeight] = {}
-        self._dtype = dtype
+        self.weights: dict[str, torch.Tensor | DeferredWeight | CodedFloats] = {}
+        self.dtype = dtype
         self._taken: set[str] = set()
         self._kept: Counter[str] = Counter()
         self._widened: Counter[str] = Counter()
@@ -153,8 +153,16 @@ class ReadWeights:
 
     def add_plain(self, name: str, weight: torch.Tensor, label: str) -> None:
         """Add a weight that was dequantized."""
-        self.weights[name] = weight.to(self._dtype)
+        self.weights[name] = weight.to(self.dtype)
         self._widened[label] += 1
+
+    def add_floats(self, name: str, weight: CodedFloats, label: str) -> None:
+        """Add a weight in FP8; kept as codes unless another than E4M3's, or several in one, are its."""
+        if weight.codes.dtype == torch.float8_e4m3fn and weight.codes.dim() == 2:
+            self.weights[name] = weight
+            self._widened[label] += 1
+        else:
+            self.add_plain(name, weight.plain(), label)
 
     def finish(self) -> tuple[StoredWeights, FormatCounts]:
         """Add all tensors that nothing has taken, as they are; return all weights.

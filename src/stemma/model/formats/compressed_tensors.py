@@ -26,7 +26,7 @@ from stemma.model.formats.checkpoint import (
     make_weight,
     static_activations,
 )
-from stemma.model.formats.fp8 import dequantize_fp8
+from stemma.model.formats.fp8 import coded_floats
 from stemma.model.formats.permuted import dequantize_permuted, permuted_groups
 from stemma.model.formats.summary import FormatCounts
 from stemma.model.weights.quantized import QuantizedWeight
@@ -111,9 +111,8 @@ def _add_stored(read: ReadWeights, stem: str, scheme: QuantizationScheme) -> Non
     if args.strategy == "block" and args.block_structure is not None:
         block = args.block_structure[0], args.block_structure[1]
     scale = tensors.read(f"{stem}.weight_scale")
-    read.add_plain(
-        f"{stem}.weight", dequantize_fp8(tensors.path, f"{stem}.weight", codes, scale, block), "FP8"
-    )
+    weight = coded_floats(tensors.path, f"{stem}.weight", codes, scale, block, read.dtype)
+    read.add_floats(f"{stem}.weight", weight, "FP8")
     read.take(*(f"{stem}.{part}" for part in ("weight", "weight_scale", "input_scale", "input_zero_point")))
 
 

@@ -3,8 +3,8 @@
 DeepSeek-V4's experts are FP4 (E2M1) in them: two codes a byte, the lower one first, and a scale for 32.
 
 transformers' own conversion derives the block size from the number of scales, which is wrong if a weight
-isn't a whole number of blocks (576 rows in blocks of 128). Here weights are dequantized once, at load, on
-every device: correct, but twice the file's bytes in memory.
+isn't a whole number of blocks (576 rows in blocks of 128). Here weights are dequantized where they are asked
+for: correct, but twice the file's bytes in memory. A fused decoder on a GPU takes the codes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stemma.model.files.directory import StoredTensor
 from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights
 from stemma.model.formats.mxfp4 import MXFP4_LEVELS
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.weights.stored import StoredWeights
+from stemma.model.weights.stored import CodedFloats, StoredWeights
 
 METHODS = ("fp8", "mxfp8")
 """Names of the format in config.json, `quantization_config.quant_method`."""
@@ -34,7 +34,7 @@ _FP4_GROUP = 32
 def read_weights(
     tensors: CheckpointTensors, quantization: dict[str, Any], dtype: torch.dtype
 ) -> tuple[StoredWeights, FormatCounts]:
-    """Return all weights of an FP8 checkpoint by name, the FP8 ones dequantized to `dtype`.
+    """Return all weights of an FP8 checkpoint by name, the FP8 ones as numbers of `dtype`.
 
     Raises ModelError naming the tensor whose scales are missing or don't fit.
     """
@@ -43,14 +43,14 @@ def read_weights(
     for name, tensor in tensors.stored.items():
         if tensor.dtype in _FP8:
             scale = _scale_of(tensors.path, tensor, tensors.stored)
-            plain = dequantize_fp8(tensors.path, name, tensors.read(name), tensors.read(scale), block)
-            read.add_plain(name, plain, "FP8")
+            codes, scales = tensors.read(name), tensors.read(scale)
+            read.add_floats(name, coded_floats(tensors.path, name, codes, scales, block, dtype), "FP8")
             read.take(name, scale)
         elif tensor.dtype == "I8" and quantization.get("expert_dtype") == "fp4":
             scale = _scale_of(tensors.path, tensor, tensors.stored)
             numbers = _numbers_of(tensors.read(name))
-            plain = dequantize_fp8(tensors.path, name, numbers, tensors.read(scale), (1, _FP4_GROUP))
-            read.add_plain(name, plain, "FP4")
+            weight = coded_floats(tensors.path, name, numbers, tensors.read(scale), (1, _FP4_GROUP), dtype)
+            read.add_floats(name, weight, "FP4")
             read.take(name, scale)
         elif name.endswith(_ACTIVATION_SCALES):
             read.take(name)
@@ -88,18 +88,24 @@ def _scale_of(path: Path, tensor: StoredTensor, stored: dict[str, StoredTensor])
     )
 
 
-def dequantize_fp8(
-    path: Path, name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
-) -> torch.Tensor:
-    """FP8 or float32 [rows, columns] and scales -> float32 [rows, columns]; the last blocks may be partial.
+def coded_floats(
+    path: Path,
+    name: str,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int] | None,
+    dtype: torch.dtype,
+) -> CodedFloats:
+    """Join FP8 or float32 [rows, columns] and their scales; the last blocks may be partial.
 
     `block`: rows and columns that share a scale. Raises ModelError if the scales don't fit.
     """
     # uint8 holds the exponents of E8M0; torch's own dtype for it is `float8_e8m0fnu`.
     factor = (scale.float() - _E8M0_BIAS).exp2() if scale.dtype == torch.uint8 else scale.float()
-    if factor.numel() == 1:
-        return weight.float() * factor.reshape(())
     rows, columns = weight.shape[-2:]
+    if factor.numel() == 1:
+        whole = factor.reshape(()).expand(*weight.shape[:-1], 1)
+        return CodedFloats(weight, whole, columns, dtype)
     high, wide = block or (1, columns)
     expected = (*weight.shape[:-2], -(-rows // high), -(-columns // wide))
     if block is None and factor.shape == weight.shape[:-1]:
@@ -109,5 +115,5 @@ def dequantize_fp8(
             f"{path}: {name} {list(weight.shape)} in blocks of {high} x {wide} needs scales "
             f"{list(expected)}, the file has {list(factor.shape)}; correct weight_block_size in config.json"
         )
-    factor = factor.repeat_interleave(high, -2)[..., :rows, :].repeat_interleave(wide, -1)[..., :columns]
-    return weight.float() * factor
+    factor = factor.repeat_interleave(high, -2)[..., :rows, :]
+    return CodedFloats(weight, factor, wide, dtype)

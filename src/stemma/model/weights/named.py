@@ -10,6 +10,7 @@ import torch
 
 from stemma.model.families.layout import Linear, Norm, Piece
 from stemma.model.weights.quantized import QuantizedWeight
+from stemma.model.weights.stored import CodedFloats, StoredWeights
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
 
@@ -43,7 +44,18 @@ class NamedWeights:
             weight = _rows_of(weight, piece, linear.outputs)
         if isinstance(weight, torch.Tensor):
             weight = self._plain(linear.weight, weight)
-        return Affine(weight, self._bias(linear))
+        return Affine(weight, self.bias(linear))
+
+    def coded(self, linear: Linear) -> CodedFloats | None:
+        """Return a linear layer's weight as codes of FP8; None: the checkpoint has none."""
+        stored = self._stored
+        coded = stored.coded(linear.weight) if isinstance(stored, StoredWeights) else None
+        if coded is None:
+            return None
+        if (piece := linear.piece) is not None:
+            coded = coded.rows(_chosen(piece, linear.outputs))
+        self._check(linear.weight, coded.plain())
+        return coded
 
     def norm(self, norm: Norm) -> torch.Tensor:
         """Return a norm's weight [size], apart from its file, and whole if it is centered."""
@@ -66,7 +78,8 @@ class NamedWeights:
         self._check(name, weight)
         return weight.float().contiguous()
 
-    def _bias(self, linear: Linear) -> torch.Tensor | None:
+    def bias(self, linear: Linear) -> torch.Tensor | None:
+        """Return a linear layer's bias [num_outputs]; None: it has none."""
         if (bias := linear.bias) is not None:
             stacked, piece = self.tensor(bias.name), bias.piece
             return stacked[piece.expert][_chosen(piece, linear.outputs)].contiguous()
