@@ -30,7 +30,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base $(GUESTS:%=packages/%/pyproject.toml)
-	$(INSTALL) -e '.[dev,docs,clients,dashboard,cuda,redis,mooncake,events,otel,postgres,vision]' $(foreach guest,$(GUESTS),-e 'packages/$(guest)$(EXTRAS_$(guest))')
+	$(INSTALL) -e '.[dev,docs,clients,dashboard,cuda,redis,mooncake,otel,postgres,vision]' $(foreach guest,$(GUESTS),-e 'packages/$(guest)$(EXTRAS_$(guest))')
 	.ci/system-packages
 	touch $@
 

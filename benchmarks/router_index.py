@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 
-from stemma.kv_events.schema import BlockRemoved, BlockStored
 from stemma_router.cluster.holdings import Holdings
 from stemma_router.events.follower import EventFollower
+from stemma_router.kv_events.schema import BlockRemoved, BlockStored
 
 _CHAIN = 128
 _BLOCK_SIZE = 64

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 _DAY_S = 86_400.0
@@ -50,7 +51,7 @@ class ToldModel(_Told):
     template: str = Field(default="", max_length=64)
     """Digest of the chat template."""
     adapters: tuple[tuple[int, int], ...] = Field(default=(), max_length=MAX_ADAPTERS)
-    """Of each adapter: a hash of its name (`kv_events.names.adapter_root`), and the root of its blocks."""
+    """Of each adapter: its `adapter_root`, and the root of its blocks."""
 
 
 class Told(_Told):
@@ -67,6 +68,11 @@ class Told(_Told):
 
 
 NOTHING = Told()
+
+
+def adapter_root(name: str | None) -> int:
+    """Return how routers name what is before a prompt's first block: 0, or a hash of the adapter's name."""
+    return 0 if not name else xxhash.xxh3_64_intdigest(name.encode())
 
 
 def read_told(content: bytes) -> Told:

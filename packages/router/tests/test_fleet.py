@@ -146,11 +146,11 @@ async def test_a_client_that_leaves_frees_the_server(
 
 async def test_events_tell_where_a_prefix_is() -> None:
     pytest.importorskip("zmq", reason="the extra `events` isn't installed")
-    from stemma.kv_events.publisher import KVEventPublisher
     from stemma.memory.kv_events import BlocksStored
     from stemma.prefix.keys import DEFAULT_NAMESPACE
     from stemma.supervision import LoggingSupervisor
     from stemma.types import BlockKey
+    from stemma_router.kv_events.publisher import KVEventPublisher
 
     address = "tcp://127.0.0.1:*"
     publishers = [

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -35,10 +35,12 @@ from stemma.engine.ranks.settings import pool_part
 from stemma.engine.sampling.grammar_compiler import GrammarCompiler
 from stemma.engine.trace_log import TraceHeader, TraceLog
 from stemma.errors import ConfigError
+from stemma.guests import load, to_install
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
+from stemma.memory.kv_events import KVEventPublisher
 from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.transfer import TierTransfer
@@ -56,8 +58,8 @@ from stemma.native.process_memory import trim_heap
 from stemma.prefix.keys import KeySpace
 from stemma.supervision import LoggingSupervisor, Supervisor
 
-if TYPE_CHECKING:
-    from stemma.kv_events.publisher import KVEventPublisher  # needs ZMQ, an extra
+PUBLISHERS = "stemma.publishers"
+"""Entry points of what publishes KV events: called as below, it returns a `KVEventPublisher`."""
 
 MAX_TRACE_BLOCK_SIZE = 4
 """Tokens a hash of a recorded trace: fine enough to try smaller blocks on it."""
@@ -370,11 +372,10 @@ def open_kv_events(
     """
     if settings.kv_events is None:
         return None
-    try:
-        from stemma.kv_events.publisher import KVEventPublisher
-    except ImportError as error:
-        raise ConfigError("kv_events needs ZMQ: pip install 'stemma-llm[events]'") from error
-    return KVEventPublisher(
+    publisher = load(PUBLISHERS)
+    if publisher is None:
+        raise ConfigError(f"kv_events needs {to_install('stemma-router')}")
+    opened: KVEventPublisher = publisher(
         settings.kv_events,
         settings.kv_events_replay,
         block_size=settings.block_size,
@@ -383,6 +384,7 @@ def open_kv_events(
         names_path=next((one.path / "block-names" for one in stores if isinstance(one, DiskStore)), None),
         has_checkpoints=has_checkpoints,
     )
+    return opened
 
 
 def open_trace_log(

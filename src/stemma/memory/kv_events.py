@@ -67,3 +67,18 @@ class KVEventSink(Protocol):
 
     def put(self, event: KVEvent) -> None:
         """Pass an event on, or drop it and let the receivers know that some are missing."""
+
+
+class KVEventPublisher(KVEventSink, Protocol):
+    """Tells other processes."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where they subscribe."""
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where they ask for what they missed; None: nowhere."""
+
+    def close(self) -> None:
+        """Send what is left, and end."""

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from stemma.kv_events.names import CHECKPOINT, adapter_root, chain_of, told_words
+from stemma.told import adapter_root
 from stemma_router.cluster.block_table import BlockTable
 from stemma_router.cluster.holdings import Holdings
+from stemma_router.kv_events.names import CHECKPOINT, chain_of, told_words
 
 EVENTS = st.lists(
     st.tuples(

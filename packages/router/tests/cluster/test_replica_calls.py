@@ -12,8 +12,6 @@ from stemma_router.cluster.replica_calls import CallRouter
 
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
-from stemma.kv_events.names import chain_of
-from stemma.kv_events.schema import CPU, GPU, STORAGE, BlockRemoved, BlockStored
 from stemma_router.cluster.replica_calls import Homes, ReplicaCall, ReplicaPlace, RoutedCall
 from stemma_router.cluster.routers import (
     CacheAware,
@@ -23,6 +21,8 @@ from stemma_router.cluster.routers import (
     RoundRobin,
     RoutedRequest,
 )
+from stemma_router.kv_events.names import chain_of
+from stemma_router.kv_events.schema import CPU, GPU, STORAGE, BlockRemoved, BlockStored
 
 TOKENS = np.arange(64, dtype=np.int32)
 CHAIN = chain_of(TOKENS, 16)

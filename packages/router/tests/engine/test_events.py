@@ -17,14 +17,14 @@ from tests import hybrids
 from tests.engine.harness import Harness, greedy, prompt
 from tests.engine.tier_rounds import BLOCK_SIZE, PROMPTS, expected, round_of, serve
 
-from stemma.kv_events.live_blocks import LiveBlocks
-from stemma.kv_events.names import chain_of
-from stemma.kv_events.publisher import wire_event
-from stemma.kv_events.schema import decode, encode
 from stemma.memory.kv_events import KVEvent, KVEventSink
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma_router.cluster.holdings import Holdings
 from stemma_router.events.follower import EventFollower
+from stemma_router.kv_events.live_blocks import LiveBlocks
+from stemma_router.kv_events.names import chain_of
+from stemma_router.kv_events.publisher import wire_event
+from stemma_router.kv_events.schema import decode, encode
 
 __all__ = ["expected", "serve"]  # fixtures
 

@@ -9,8 +9,6 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from stemma.kv_events.names import chain_of
-from stemma.kv_events.publisher import KVEventPublisher
 from stemma.memory.kv_events import BlocksStored
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.supervision import LoggingSupervisor
@@ -18,6 +16,8 @@ from stemma.types import BlockKey
 from stemma_router.cluster.holdings import Holdings
 from stemma_router.events.follower import EventFollower
 from stemma_router.events.subscriber import Subscription
+from stemma_router.kv_events.names import chain_of
+from stemma_router.kv_events.publisher import KVEventPublisher
 
 SIZE = 4
 LOOPBACK = "tcp://127.0.0.1:*"

@@ -15,17 +15,17 @@ pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
 from packages.router.tests.kv_events.publishing import SIZE, key
 
-from stemma.kv_events import live_checkpoints
-from stemma.kv_events.live_blocks import LiveBlocks
-from stemma.kv_events.names import chain_of
-from stemma.kv_events.names_file import Names, NamesFile
-from stemma.kv_events.publisher import wire_event
-from stemma.kv_events.schema import decode, encode
 from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, BlocksStored, CheckpointStored, KVEvent
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.types import BlockKey, Tier
 from stemma_router.cluster.holdings import Holdings
 from stemma_router.events.follower import EventFollower
+from stemma_router.kv_events import live_checkpoints
+from stemma_router.kv_events.live_blocks import LiveBlocks
+from stemma_router.kv_events.names import chain_of
+from stemma_router.kv_events.names_file import Names, NamesFile
+from stemma_router.kv_events.publisher import wire_event
+from stemma_router.kv_events.schema import decode, encode
 
 NUM_BLOCKS = 6
 TOKENS = np.arange(NUM_BLOCKS * SIZE, dtype=np.int32)

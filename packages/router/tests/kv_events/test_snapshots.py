@@ -22,15 +22,15 @@ from packages.router.tests.kv_events.publishing import (
     tokens,
 )
 
-from stemma.kv_events import publisher as publisher_module
-from stemma.kv_events.live_blocks import LiveBlocks
-from stemma.kv_events.names import chain_of
-from stemma.kv_events.schema import BlocksHeld, MalformedEvents, decode, encode
 from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, BlocksStored
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.types import Tier
 from stemma_router.cluster.holdings import Holdings
 from stemma_router.events.follower import EventFollower
+from stemma_router.kv_events import publisher as publisher_module
+from stemma_router.kv_events.live_blocks import LiveBlocks
+from stemma_router.kv_events.names import chain_of
+from stemma_router.kv_events.schema import BlocksHeld, MalformedEvents, decode, encode
 
 
 async def test_a_router_that_starts_late_knows_what_happened_long_before(

@@ -21,13 +21,13 @@ from packages.router.tests.kv_events.publishing import (
 )
 
 from stemma.errors import ConfigError
-from stemma.kv_events import publisher as publisher_module
-from stemma.kv_events.names import chain_of
-from stemma.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored
 from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, CheckpointStored
 from stemma.types import Tier
 from stemma_router.cluster.holdings import Holdings
 from stemma_router.events.follower import EventFollower
+from stemma_router.kv_events import publisher as publisher_module
+from stemma_router.kv_events.names import chain_of
+from stemma_router.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored
 
 
 async def test_events_before_and_after_the_subscription_arrive() -> None:

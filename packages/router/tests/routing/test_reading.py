@@ -13,10 +13,10 @@ import pytest
 from tests.server.scripted_engine import ScriptedEngine
 
 from stemma.config.settings import Settings
-from stemma.kv_events.names import adapter_root, chain_of
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.server.app import create_app
-from stemma.told import Told, ToldModel
+from stemma.told import Told, ToldModel, adapter_root
+from stemma_router.kv_events.names import chain_of
 from stemma_router.routing.asking import PromptEncoder
 from stemma_router.routing.served_fleet import ServedFleet
 from stemma_router.routing.server_list import ServerList

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 
-from stemma.kv_events.names import adapter_root
 from stemma.server.operator.context import OperatorContext
-from stemma.told import MAX_ADAPTERS, Told, ToldLoad, ToldModel
+from stemma.told import MAX_ADAPTERS, Told, ToldLoad, ToldModel, adapter_root
 
 
 def told_of(context: OperatorContext) -> Told:

@@ -74,7 +74,7 @@ def command(
 ) -> None:
     """Run the real router before simulated servers: hits, waits, losses, and its own cost."""
     if find_spec("msgspec") is None:
-        raise ConfigError("snapshots need the events' format: pip install 'stemma-llm[events]'")
+        raise ConfigError("snapshots need the events' format: pip install stemma-router")
     console = Console(highlight=False, soft_wrap=True)
     begun = time.monotonic()
     prefill = PrefillModel(prefill_tokens_per_s)

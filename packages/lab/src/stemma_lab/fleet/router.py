@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from stemma.kv_events.schema import AllBlocksCleared, BlocksHeld
 from stemma.told import NOTHING, Told
 from stemma_lab.fleet.caches import CacheChange
 from stemma_lab.fleet.servers import SimulatedServer
@@ -21,6 +20,7 @@ from stemma_router.cluster.health import Check
 from stemma_router.cluster.holdings import Holdings
 from stemma_router.cluster.routers import ROUTERS, RoutedRequest
 from stemma_router.events.follower import EventFollower
+from stemma_router.kv_events.schema import AllBlocksCleared, BlocksHeld
 
 _PART = 65_536
 """Blocks of a message of a snapshot."""

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from stemma.kv_events.names import CHECKPOINT
 from stemma_router.cluster.block_columns import Words, mixed, words_of
 from stemma_router.cluster.block_table import BlockTable
+from stemma_router.kv_events.names import CHECKPOINT
 
 DEVICE = "GPU"
 """The nearest tier, as vLLM's events call it."""

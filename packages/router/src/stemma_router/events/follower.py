@@ -12,8 +12,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stemma.kv_events.names import CHECKPOINT, adapter_root, chain_of, told_words
-from stemma.kv_events.schema import (
+from stemma.told import adapter_root
+from stemma.types import TokenArray
+from stemma_router.kv_events.names import CHECKPOINT, chain_of, told_words
+from stemma_router.kv_events.schema import (
     CHECKPOINT_KIND,
     CPU,
     GPU,
@@ -27,7 +29,6 @@ from stemma.kv_events.schema import (
     Event,
     Hash,
 )
-from stemma.types import TokenArray
 
 Words = npt.NDArray[np.uint64]
 _MOST_ROOTS = 1024

@@ -20,8 +20,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from stemma.kv_events.schema import SNAPSHOT, MalformedEvents, decode
 from stemma_router.events.follower import EventFollower
+from stemma_router.kv_events.schema import SNAPSHOT, MalformedEvents, decode
 
 logger = logging.getLogger(__name__)
 

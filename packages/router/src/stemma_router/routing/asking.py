@@ -12,13 +12,13 @@ import orjson
 import xxhash
 
 from stemma.errors import StemmaError
-from stemma.kv_events.names import chain_of
 from stemma.server.door.caller import caller
 from stemma.server.door.ledger import shared
 from stemma.supervision import LoggingSupervisor
 from stemma.types import TokenArray
 from stemma.workers import WorkerThreads
 from stemma_router.cluster.routers import RoutedRequest
+from stemma_router.kv_events.names import chain_of
 from stemma_router.routing.prompts import (
     has_images,
     head_of,

@@ -97,7 +97,7 @@ class Following:
         """Follow these servers, and no others. Raises ConfigError without ZMQ."""
         wanted = [server for server in servers if server.events is not None]
         if wanted and find_spec("zmq") is None:
-            raise ConfigError("KV events need ZMQ: pip install 'stemma-llm[events]'")
+            raise ConfigError("KV events need ZMQ: pip install stemma-router")
         for server in [server for server in self._tasks if server not in wanted]:
             self._tasks.pop(server).cancel()
             self._left += _counters(*self._followed.pop(server))

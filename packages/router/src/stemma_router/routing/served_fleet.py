@@ -22,7 +22,7 @@ import orjson
 from prometheus_client.core import Metric
 
 from stemma.errors import ConfigError
-from stemma.kv_events.names import adapter_root
+from stemma.told import adapter_root
 from stemma.types import TokenArray
 from stemma_router.cluster.agreement import disagreements
 from stemma_router.cluster.fleet import Fleet

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from stemma.kv_events.live_checkpoints import BITS, LiveCheckpoints
-from stemma.kv_events.names import CHECKPOINT, adapter_root, chain_of, told_words
-from stemma.kv_events.names_file import Names, NamesFile
-from stemma.kv_events.schema import BlocksHeld
 from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, BlocksStored, KVEvent
+from stemma.told import adapter_root
 from stemma.types import BlockKey, Tier
+from stemma_router.kv_events.live_checkpoints import BITS, LiveCheckpoints
+from stemma_router.kv_events.names import CHECKPOINT, chain_of, told_words
+from stemma_router.kv_events.names_file import Names, NamesFile
+from stemma_router.kv_events.schema import BlocksHeld
 
 _TIER_BITS = 8
 _PART = 65_536

@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from stemma.kv_events.names_file import Pieces
 from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, CheckpointStored, KVEvent
 from stemma.types import BlockKey, Tier
+from stemma_router.kv_events.names_file import Pieces
 
 BITS = {Tier.DEVICE: 1, Tier.HOST: 2, Tier.DISK: 4, Tier.POOL: 4}
 """By tier: its bit in `BlocksHeld.tiers`."""

@@ -12,7 +12,7 @@ pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
 import msgspec
 
-from stemma.kv_events.schema import (
+from stemma_router.kv_events.schema import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -30,11 +30,6 @@ def chain_of(tokens: TokenArray, block_size: int, parent: int = 0) -> list[int]:
     return chain
 
 
-def adapter_root(name: str | None) -> int:
-    """Return the name of the predecessor of a prompt's first block: 0, or a hash of the adapter's name."""
-    return 0 if not name else xxhash.xxh3_64_intdigest(name.encode())
-
-
 def told_words(hashes: Iterable[bytes | int]) -> npt.NDArray[np.uint64]:
     """Return 64 bits of each of a server's own hashes, [n]: of bytes a hash, of integers the lowest."""
     words = [one & _WORD if isinstance(one, int) else xxhash.xxh3_64_intdigest(one) for one in hashes]

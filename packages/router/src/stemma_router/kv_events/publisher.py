@@ -21,8 +21,11 @@ import zmq
 from typing_extensions import override
 
 from stemma.errors import ConfigError
-from stemma.kv_events.live_blocks import LiveBlocks
-from stemma.kv_events.schema import (
+from stemma.memory.kv_events import BlocksCopied, BlocksStored, CheckpointStored, KVEvent, KVEventSink
+from stemma.supervision import Supervisor, start_thread
+from stemma.types import Tier
+from stemma_router.kv_events.live_blocks import LiveBlocks
+from stemma_router.kv_events.schema import (
     CHECKPOINT_GROUP,
     CHECKPOINT_KIND,
     CPU,
@@ -35,9 +38,6 @@ from stemma.kv_events.schema import (
     Event,
     encode,
 )
-from stemma.memory.kv_events import BlocksCopied, BlocksStored, CheckpointStored, KVEvent, KVEventSink
-from stemma.supervision import Supervisor, start_thread
-from stemma.types import Tier
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,0 @@
-"""KV events between processes, in vLLM's format over ZMQ: who holds which blocks (extra `events`)."""
