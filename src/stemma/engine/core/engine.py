@@ -412,6 +412,7 @@ class Engine:
             num_encoded_images=images.num_encoded,
             num_reused_images=images.num_reused,
             image_cache_bytes=images.cached_bytes,
+            prefill_s_per_token=self._scheduler.step_tokens.token_s,
         )
 
     def load(self) -> EngineLoad:
