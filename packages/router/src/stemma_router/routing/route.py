@@ -30,7 +30,8 @@ from starlette.responses import Response
 from stemma.errors import ConfigError
 from stemma.two_ways import Way
 from stemma_router.cluster.detour import Detour
-from stemma_router.cluster.fleet import Fleet, Outcome
+from stemma_router.cluster.fleet import Fleet
+from stemma_router.cluster.member import Outcome
 from stemma_router.cluster.routers import Rendezvous, RoutedRequest
 from stemma_router.cluster.tries import Tries
 from stemma_router.routing.app import create_proxy_app

@@ -147,7 +147,6 @@ class ServedFleet:
         yield from holdings_metrics(self.fleet.placements.holdings, self._following.counters())
         yield from counters(
             {
-                "predicted_hit_tokens": ("Prompt tokens expected in caches", self.fleet.num_predicted_tokens),
                 "reloads": ("Times that the list of servers changed", self.num_reloads),
             }
         )
