@@ -2,7 +2,7 @@
 import { Charts } from "/dashboard/charts.js";
 import { $, bar, make, number, percent, rowsOf, span } from "/dashboard/elements.js";
 import { quoted } from "/dashboard/explained.js";
-import { figures, showRefused, showSpeed, sums, total, uptime } from "/dashboard/glance.js";
+import { figures, showRefused, speedRows, sums, total, uptime } from "/dashboard/glance.js";
 import { get, keyOf } from "/dashboard/http.js";
 import { beginRequests, forgetRequests, showRequests } from "/dashboard/requests.js";
 import { beginTree } from "/dashboard/tree_list.js";
@@ -122,7 +122,7 @@ function take(shown) {
   document.title = `Stemma ${shown.model}`;
   tell("live");
   showHealth(shown);
-  showSpeed($("speed").tBodies[0], shown.lately, { first_token: "first token", token: "each token" });
+  $("speed").tBodies[0].replaceChildren(...speedRows(shown.lately, { first_token: "first token", token: "each token" }));
   showSavings(shown);
   showRefused($("refused-kinds"), shown.lately);
   showRequests(shown);

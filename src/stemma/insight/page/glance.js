@@ -20,10 +20,10 @@ export function figures(list, values) {
 }
 
 // `names`: what is timed -> how the page calls it.
-export function showSpeed(body, { minute, hour }, names) {
+export function speedRows({ minute, hour }, names) {
   const cell = (window, name, which) => (window.times[name] ? span(window.times[name][which]) : "-");
   const row = (name, label, which) => [`${label}, ${which}`, cell(minute, name, which), cell(hour, name, which)];
-  body.replaceChildren(...rowsOf(Object.entries(names).flatMap(([name, label]) => [row(name, label, "p50"), row(name, label, "p95")])));
+  return rowsOf(Object.entries(names).flatMap(([name, label]) => [row(name, label, "p50"), row(name, label, "p95")]));
 }
 
 const MAX_REASONS = 5;
@@ -39,10 +39,10 @@ export function showRefused(list, { minute, hour }) {
 }
 
 const MAX_SHOWN = 50;
+export const clock = (at) => new Date(1000 * at).toLocaleTimeString();
 
 // Refused requests one by one, the newest first.
 export function showRefusals(body, refusals) {
-  const clock = (at) => new Date(1000 * at).toLocaleTimeString();
   body.replaceChildren(...rowsOf(refusals.slice(0, MAX_SHOWN).map((one) => [clock(one.at), one.reason.replaceAll("_", " "),
     make("span", { className: "message", textContent: one.message }), one.tenant || one.client.slice(0, 30) || "-",
     one.route, number(one.status), one.x_request_id])));

@@ -18,18 +18,18 @@ from stemma.server.routes import PUBLIC, Router
 from stemma.server.web.assets import asset
 
 router = Router(openai_error)
-_PAGES = "stemma.insight.page"
+PAGES = "stemma.insight.page"
 _SWAGGER = "fastapi_offline"
 SHARED = ("style.css", "elements.js", "explained.js", "http.js", "watch.js", "glance.js")
 """Files of several pages; those of routers take them too."""
 _DASHBOARD = ("app.js", "charts.js", "requests.js", "tree.js", "tree_list.js")
 NO_PLOTLY = "charts need plotly: pip install 'stemma-llm[dashboard]'"
 _FILES = {
-    **{f"/chat/{one.name}": (_PAGES, f"chat/{one.name}") for one in files(_PAGES).joinpath("chat").iterdir()},
-    **{f"/chat/{name}": (_PAGES, name) for name in SHARED},
-    **{f"/dashboard/{name}": (_PAGES, name) for name in (*SHARED, *_DASHBOARD)},
+    **{f"/chat/{one.name}": (PAGES, f"chat/{one.name}") for one in files(PAGES).joinpath("chat").iterdir()},
+    **{f"/chat/{name}": (PAGES, name) for name in SHARED},
+    **{f"/dashboard/{name}": (PAGES, name) for name in (*SHARED, *_DASHBOARD)},
     "/dashboard/plotly.js": ("plotly.package_data", "plotly.min.js"),
-    "/docs/docs.js": (_PAGES, "docs.js"),
+    "/docs/docs.js": (PAGES, "docs.js"),
     "/docs/swagger-ui.js": (_SWAGGER, "static/swagger-ui-bundle.js"),
     "/docs/swagger-ui.css": (_SWAGGER, "static/swagger-ui.css"),
 }
@@ -39,19 +39,19 @@ _FILES = {
 @router.get("/", PUBLIC, sends=("text/html",))
 async def chat_page(request: Request) -> Response:
     """A page to chat on, which shows what each turn reused."""
-    return asset(_PAGES, "chat/chat.html")
+    return asset(PAGES, "chat/chat.html")
 
 
 @router.get("/docs", PUBLIC, sends=("text/html",))
 async def docs_page(request: Request) -> Response:
     """The API's description, to read and to try; nothing in it comes from another host."""
-    return asset(_PAGES, "docs.html")
+    return asset(PAGES, "docs.html")
 
 
 @router.get("/dashboard", PUBLIC, sends=("text/html",))
 async def dashboard_page(request: Request) -> Response:
     """The operator's page."""
-    return asset(_PAGES, "index.html")
+    return asset(PAGES, "index.html")
 
 
 @router.get("/chat/{name}", PUBLIC, sends=("text/css", "text/javascript"))

@@ -6,7 +6,16 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from stemma.errors import Forbidden, Overloaded, RateLimited, StemmaError, Unauthorized
+from stemma.errors import (
+    BodyTooLarge,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    RateLimited,
+    StemmaError,
+    Unauthorized,
+)
 from stemma.server.observe.refusals import Refusals
 from stemma_router.routing.prompts import GENERATING, POOLED
 
@@ -14,16 +23,19 @@ _MOST_ERROR_BYTES = 64 * 1024
 _KINDS: dict[int, type[StemmaError]] = {
     401: Unauthorized,
     403: Forbidden,
+    404: NotFound,
+    413: BodyTooLarge,
     429: RateLimited,
     503: Overloaded,
 }
 
 
 def noted(refusals: Refusals, request: Request, answer: Response) -> Response:
-    """Return `answer`; if it says that servers take no such request, that is noted."""
-    kind = _KINDS.get(answer.status_code)
+    """Return `answer`; if it is a server's refusal, that is noted."""
+    status = answer.status_code
+    kind = _KINDS.get(status, InvalidRequest if 400 <= status < 500 else None)
     if kind is not None and not isinstance(answer, StreamingResponse):
-        refusals.note(request, kind(_message_in(bytes(answer.body))), route_of(request), answer.status_code)
+        refusals.note(request, kind(_message_in(bytes(answer.body))), route_of(request), status)
     return answer
 
 
