@@ -90,8 +90,10 @@ function showEvents(shown) {
 }
 
 function advice(shown) {
-  const found = [...shown.warnings], servers = serversOf(shown);
-  for (const one of servers) if (one.age_s === null) found.push(`${one.url} never answered a check: is the address right?`);
+  const servers = serversOf(shown), down = servers.filter((one) => one.standing === "down");
+  const found = down.map(({ url, age_s }) => (age_s === null ? `${url} never answered a check: is the address right?`
+    : `${url} is down: look at its log, start it again, or take it from the list.`));
+  found.push(...shown.warnings.filter((text) => !down.some(({ url }) => text.startsWith(`${url}: `))));
   if (servers.length > 1 && !servers.some((one) => one.events))
     found.push("No server's KV events are followed: what they hold is guessed (--server URL,events=ADDRESS).");
   return found.length ? found : ["Nothing: servers agree, and what they hold is known."];

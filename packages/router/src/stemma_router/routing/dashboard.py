@@ -137,7 +137,7 @@ def _server_as_json(fleet: Fleet, member: FleetMember) -> dict[str, Any]:
         "standing": health.standing.value,
         "age_s": fleet.age_s(member),
         "ejected_for_s": health.ejected_for_s,
-        "ejections": dict(health.ejections),
+        "ejections": {cause.value: count for cause, count in health.ejections.items()},
         "requests": load.num_requests,
         "tokens_to_compute": load.num_tokens,
         "told": None if told.load is None else told.load.model_dump(mode="json"),
