@@ -64,6 +64,8 @@ def test_models_come_and_go_and_find_their_prefixes_again(url: str) -> None:
     assert again["choices"][0]["text"] == first["choices"][0]["text"]
     assert again["usage"]["stemma"]["cached_tokens_by_tier"]["disk"] > 0
     assert states(url) == {"one": "loaded", "second": "unloaded", "gpt-4o": "loaded"}
+    read = {card["id"]: card.get("input_modalities") for card in httpx.get(f"{url}/v1/models").json()["data"]}
+    assert read == {"one": ["text"], "second": None, "gpt-4o": ["text"]}, "where its server was asked"
 
 
 @pytest.mark.slow
