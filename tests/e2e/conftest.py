@@ -49,15 +49,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", hidden_size=96, num_layers=2)
 
 
-def start_server(model: Path, *, listen_port: int = 0, **flags: object) -> tuple[Served, Callable[[], None]]:
-    """Start a server in this process; return it and how to stop it. `listen_port`: 0, any free one."""
+def start_server(model: Path, **flags: object) -> tuple[Served, Callable[[], None]]:
+    """Start a server in this process, on any free port; return it and how to stop it."""
     given = {"model": model, "kv_cache_memory": "2MB", "block_size": BLOCK_SIZE, "num_threads": 1}
-    given |= {"load_when": "always", "prepare_turns": "off"} | flags
+    given |= {"load_when": "always", "prepare_turns": "off", "port": 0} | flags
     settings = load_settings(flags=given)
     engine = AsyncEngine.from_settings(settings.engine)
-    config = uvicorn.Config(
-        create_app(engine, settings), host="127.0.0.1", port=listen_port, log_level="warning"
-    )
+    app, port = create_app(engine, settings), settings.server.port
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

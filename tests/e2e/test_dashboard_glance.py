@@ -156,7 +156,7 @@ def test_a_server_that_goes_and_comes_back_is_seen(page: Page, tiny_model: Path)
     state = page.locator("#state").bounding_box()
     assert state is not None
     assert 0 <= state["y"] < WIDE["height"]
-    _, stop = start_server(tiny_model, listen_port=int(httpx.URL(served.url).port or 0))
+    _, stop = start_server(tiny_model, port=httpx.URL(served.url).port)
     try:
         until(page, LIVE)
         until(page, "document.getElementById('health').textContent.startsWith('Healthy')")

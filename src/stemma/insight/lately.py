@@ -46,8 +46,8 @@ class Lately:
 
         ``totals`` are the sums since the start, by their first word.
         """
-        windows = {"minute": self._window(MINUTE_S), "hour": self._window(HOUR_S)}
-        return {**windows, "totals": dict(self._totals)}
+        minute, hour = self._window(MINUTE_S), self._window(HOUR_S)
+        return {"minute": minute, "hour": hour, "totals": dict(self._totals)}
 
     def _slot(self) -> _Slot:
         number = int(self._clock() // SLOT_S)

@@ -25,6 +25,9 @@ SHARED = ("style.css", "elements.js", "explained.js", "http.js", "watch.js", "gl
 _DASHBOARD = ("app.js", "charts.js", "requests.js", "tree.js", "tree_list.js")
 NO_PLOTLY = "charts need plotly: pip install 'stemma-llm[dashboard]'"
 _FILES = {
+    "/": (PAGES, "chat/chat.html"),
+    "/docs": (PAGES, "docs.html"),
+    "/dashboard": (PAGES, "index.html"),
     **{f"/chat/{one.name}": (PAGES, f"chat/{one.name}") for one in files(PAGES).joinpath("chat").iterdir()},
     **{f"/chat/{name}": (PAGES, name) for name in SHARED},
     **{f"/dashboard/{name}": (PAGES, name) for name in (*SHARED, *_DASHBOARD)},
@@ -37,31 +40,16 @@ _FILES = {
 
 
 @router.get("/", PUBLIC, sends=("text/html",))
-async def chat_page(request: Request) -> Response:
-    """A page to chat on, which shows what each turn reused."""
-    return asset(PAGES, "chat/chat.html")
-
-
 @router.get("/docs", PUBLIC, sends=("text/html",))
-async def docs_page(request: Request) -> Response:
-    """The API's description, to read and to try; nothing in it comes from another host."""
-    return asset(PAGES, "docs.html")
-
-
 @router.get("/dashboard", PUBLIC, sends=("text/html",))
-async def dashboard_page(request: Request) -> Response:
-    """The operator's page."""
-    return asset(PAGES, "index.html")
-
-
 @router.get("/chat/{name}", PUBLIC, sends=("text/css", "text/javascript"))
 @router.get("/docs/{name}", PUBLIC, sends=("text/css", "text/javascript"))
 @router.get("/dashboard/{name}", PUBLIC, sends=("text/css", "text/javascript"))
-async def page_file(request: Request, name: str) -> Response:
-    """Their styles and scripts; plotly's is in a package that may be missing."""
-    found = _FILES.get(request.url.path)
-    if found is None:
+async def page_or_file(request: Request) -> Response:
+    """A page, its style or a script of it; plotly's is in a package that may be missing."""
+    path = request.url.path
+    if (found := _FILES.get(path)) is None:
         raise NotFound("no such file of a page")
-    if name == "plotly.js" and find_spec("plotly") is None:
+    if path.endswith("/plotly.js") and find_spec("plotly") is None:
         raise NotFound(NO_PLOTLY)
     return asset(*found)
