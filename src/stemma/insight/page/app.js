@@ -8,7 +8,7 @@ import { beginRequests, forgetRequests, showRequests } from "/dashboard/requests
 import { beginTree } from "/dashboard/tree_list.js";
 import { tell, watch } from "/dashboard/watch.js";
 
-const ADVISE_MS = 300_000;
+const ADVISE_MS = 60_000;
 const charts = new Charts();
 let before = null, last = 0, hasBegun = false;
 
