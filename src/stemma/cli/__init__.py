@@ -56,9 +56,10 @@ COMMANDS: Commands = {
 }
 """Of the core."""
 GUESTS = {
-    "stemma-lab": ("replay", "advise", "plan", "order", "lab", "pool", "eval", "bench"),
+    "stemma-lab": ("replay", "advise", "lint", "plan", "order", "lab", "pool", "eval", "bench"),
     "stemma-router": ("route", "cluster"),
     "stemma-mindie": ("certs",),
+    "stemma-receipts": ("verify", "receipts-key"),
 }
 """Packages of this repository that bring further commands, and their names: what to install for one."""
 _HELP = {"help_option_names": ["--help", "-h"]}

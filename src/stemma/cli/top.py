@@ -164,11 +164,16 @@ class TopView:
         table = _table("tier", "", "blocks", "hit tokens", "tok/s", "evicted")
         rates = self._by_tier()
         held = {"device": (engine["num_cached_blocks"], engine["num_blocks"], engine["num_evicted_blocks"])}
+        shares: dict[str, float] = {}
         for name, tier in (engine.get("transfer") or {}).get("tiers", {}).items():
             held[name] = (tier["num_blocks"], tier["capacity_blocks"], tier["num_evicted_blocks"])
+            if tier["num_blocks"] and tier["stored_bytes"] is not None:
+                shares[name] = tier["stored_bytes"] / (tier["num_blocks"] * tier["block_bytes"])
         for name, (num_blocks, capacity, evicted) in held.items():
             style = _TIER_STYLES.get(name, "white")
             blocks = "shared" if num_blocks is None else f"{num_blocks:,} / {capacity or 0:,}"
+            if shares.get(name, 1.0) < 1.0:
+                blocks += f" at {shares[name]:.0%}"
             table.add_row(
                 Text(name, style=style),
                 _bar((num_blocks or 0) / capacity if capacity else 0.0, style),

@@ -96,6 +96,9 @@ class ServerSettings(SettingsModel):
     """Memory of all stored responses and conversations, half for each."""
     response_ttl_s: float = Field(default=3600.0, gt=0.0)
     """How long a stored response or conversation is kept after its last use."""
+    receipts: Path | None = None
+    """Private key (Ed25519, PEM) that signs what was computed, for requests with ``stemma.receipt``
+    (docs/how-to/receipts.md). `stemma receipts-key` makes one."""
     batch_directory: Path | None = None
     """Directory for `/v1/files` and `/v1/batches`, which outlive a restart. Without it they are off."""
     batch_bytes: ByteSize = 8 * 2**30

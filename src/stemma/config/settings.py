@@ -190,6 +190,9 @@ class TierSettings(SettingsModel):
     """Time limit of a load, or as long as computing would take if that is longer; the rest is computed."""
     load_failure: Literal["recompute", "fail"] = "recompute"
     """When a tier can't deliver what it holds: compute the tokens, or fail the request."""
+    tier_compression: Literal["auto", "on", "off"] = "auto"
+    """Keep blocks of bf16 KV in host, disk and pool in two thirds of their bytes, equal to the bit. `auto`:
+    where a CPU computes."""
     transfer_buffer: ByteSize | None = None
     """Host memory for blocks in transfer to slow tiers; None: what two of the largest steps commit."""
 

@@ -19,6 +19,7 @@ from stemma.errors import ConfigError
 from stemma.memory.cache.places import Places
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.cache.states import CachedStates
+from stemma.memory.device.block_codec import choose_codec
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
@@ -76,7 +77,8 @@ def make_cache(
     )
     key_space = make_key_space(settings, model, layout, ranks)
     kv = make_kv(layout, sizes, model.device, key_space, ranks)
-    device = DeviceCopy(kv, copy_function(settings.model.isa))
+    codec = choose_codec(settings, layout, model.device.type)
+    device = DeviceCopy(kv, copy_function(settings.model.isa), codec)
     own_space = key_space if ranks is None else rank_key_space(key_space, ranks.share)
     tiers = open_own_tiers(settings, device, own_space, supervisor, ranks)
     lower = tiers if tiers is None or ranks is None else RankedTiers(tiers, ranks)

@@ -8,6 +8,7 @@
 #include "compressing.h"
 #include "copy.h"
 #include "decoder_step.h"
+#include "kv_codec.h"
 #include "layers.h"
 #include "limits.h"
 #include "masks.h"
@@ -128,6 +129,14 @@ extern "C" {
 void stemma_copy(char* target, const char* source, int64_t num_bytes) { stream_copy(target, source, num_bytes); }
 void stemma_copy_runs(char* const* targets, const char* const* sources, const int64_t* sizes, int64_t count) {
     for (int64_t run = 0; run < count; run++) stream_copy(targets[run], sources[run], sizes[run]);
+}
+
+int64_t stemma_kv_room(int64_t num_bytes, int64_t period, int64_t rows) { return codec_room(num_bytes, period, rows); }
+int64_t stemma_pack_kv(const void* source, int64_t num_bytes, int64_t period, int64_t rows, void* target) {
+    return pack_kv(source, num_bytes, period, rows, target);
+}
+int32_t stemma_unpack_kv(const void* source, int64_t size, int64_t period, int64_t rows, void* target, int64_t num_bytes) {
+    return unpack_kv(source, size, period, rows, target, num_bytes);
 }
 
 // Whether tiles may be used: the system may refuse them to a process although the processor has them.

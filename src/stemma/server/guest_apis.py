@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # what a command checks before it serves needs no web framewo
     from stemma.server.routes import Router
 
 GROUP = "stemma.apis"
-_BROUGHT_BY = {"mindie": "stemma-mindie", "batch": "stemma-batch"}
+_BROUGHT_BY = {"mindie": "stemma-mindie", "batch": "stemma-batch", "receipts": "stemma-receipts"}
 """By the name of the entry point: the package of Stemma's repository."""
 _logger = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ def check_guests(settings: Settings) -> None:
     needed[f"dialect {settings.requests.dialect}"] = settings.requests.dialect
     if settings.server.batch_directory is not None:
         needed["batch_directory"] = "batch"
+    if settings.server.receipts is not None:
+        needed["receipts"] = "receipts"
     for setting, name in needed.items():
         if name in _BROUGHT_BY and guests.load(GROUP, name) is None:
             raise ConfigError(f"{setting} needs {guests.to_install(_BROUGHT_BY[name])}")

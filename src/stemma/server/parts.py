@@ -73,11 +73,11 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
         lifecycle,
         metrics,
         Reports(tokenizer, turns, instruments.explainer, rounded_to),
-        observers(engine, instruments, None if joiner is None else joiner.written, turns),
+        list(observers(engine, instruments, None if joiner is None else joiner.written, turns)),
     )
 
     form = answer_format(server.tool_parser, server.reasoning_parser, tokenizer)
-    builder = TurnBuilder(settings.requests, access, published)
+    builder = TurnBuilder(settings.requests, access, published, signs=server.receipts is not None)
     state.api = ApiContext(
         engine, settings, intake, builder, runner, instruments.recent, form, TokenTexts(tokenizer)
     )

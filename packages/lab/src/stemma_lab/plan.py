@@ -41,15 +41,18 @@ class Workload:
     policy: str
     sharing: Sharing
     admission: str
+    packed: float = 1.0
+    """Share of its bytes that a block takes below the device."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of KV of one block of the trace."""
         return self.bytes_per_token * self.trace.block_size
 
-    def blocks_in(self, capacity_bytes: int) -> int:
-        """Return how many blocks of the trace fit."""
-        return capacity_bytes // self.block_bytes
+    def blocks_in(self, capacity_bytes: int, *, is_below: bool) -> int:
+        """Return how many blocks of the trace fit, on the device or below it."""
+        share = self.packed if is_below else 1.0
+        return int(capacity_bytes / (share * self.block_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,9 @@ class NextGigabyte:
 
 def predict(workload: Workload, tiers: Sequence[TierBytes]) -> Prediction:
     """Replay the trace through `tiers`, the device first. Raises ConfigError if the device holds no block."""
-    capacities = tuple(workload.blocks_in(tier.capacity_bytes) for tier in tiers)
+    capacities = tuple(
+        workload.blocks_in(tier.capacity_bytes, is_below=number > 0) for number, tier in enumerate(tiers)
+    )
     if not capacities or capacities[0] < 1:
         raise ConfigError(f"the device tier holds no block of {workload.block_bytes:,} bytes")
     kept = [number for number, size in enumerate(capacities) if size > 0]

@@ -18,6 +18,7 @@ from stemma.engine.sampling.sampler import rows_at_once
 from stemma.errors import ConfigError
 from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
 from stemma.memory.device.accelerator import accelerator_of
+from stemma.memory.device.block_codec import choose_codec
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.device.sizing import CARD_FRACTION
@@ -109,7 +110,8 @@ def plan_memory(limit_bytes: int, model: CausalLM, settings: EngineSettings) -> 
         raise ConfigError(f"memory_limit needs Linux's /proc: {error}; give kv_cache_memory") from error
     working = int(_STEPS_RESERVED * step) + PREPARED_BYTES
     eviction = settings.cache.eviction
-    lower = planned_bytes(settings.tiers, settings.cache.pool, layout, eviction, num_tokens)
+    codec = choose_codec(settings, layout, model.device.type)
+    lower = planned_bytes(settings.tiers, settings.cache.pool, layout, eviction, num_tokens, codec)
     drafts = reserved_bytes(settings.speculation)
     left = limit_bytes - held - working - lower - drafts - fixed_bytes(eviction)
     # What the index notes of a block takes memory with each block.

@@ -89,7 +89,10 @@ class PoolAttachment:
     def _open(self, settings: PoolSettings) -> PoolStore:
         """Open the pool on all ranks. Slow."""
         block_bytes, pins = self._layout.block_bytes, self._transfer.pins_memory
-        store = open_pool(settings, self._key_space, block_bytes, pin_memory=pins, part=self._part)
+        codec = self._transfer.codec
+        store = open_pool(
+            settings, self._key_space, block_bytes, pin_memory=pins, part=self._part, codec=codec
+        )
         try:
             self._transfer.introduce(store)
             if self._others is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stemma.insight.divergence.shapes import SHAPES, TEXT, Decode, TokenStarts, value_at
+from stemma.insight.divergence.shapes import SHAPES, TEXT, VAGUE, Decode, TokenStarts, parting_value
 from stemma.insight.divergence.whatif import (
     CacheShape,
     cached_tokens,
@@ -35,8 +35,6 @@ MAX_REPLAYED = 3
 _MAX_PLACES = 8
 """Places of a divergence that are cut, those seen most often."""
 _EDGES = (0, 64, 256, 1024, 4096, 16384)
-_VAGUE = ("number", "name")
-"""Shapes that count only if the cached side has such a value too."""
 _CERTAIN_AT_START = ("uuid", "timestamp", "date")
 """Shapes that count where nothing of a prompt was cached, so that no cached side is known."""
 _PARTED = (MissReason.DIVERGED, MissReason.EXTENDS)
@@ -168,7 +166,7 @@ def _classify(record: Records, texts: TokenStarts, groups: defaultdict[tuple[str
     shape, start = TEXT, place
     if value is not None:
         shape, start = value[0], place - len(before) + value[1]
-    if shape in _VAGUE and has_parted:
+    if shape in VAGUE and has_parted:
         other = _value(texts, before, theirs)
         shape = shape if other is not None and other[0] == shape else TEXT
     if not has_parted and shape not in _CERTAIN_AT_START:
@@ -194,9 +192,7 @@ def _value(texts: TokenStarts, before: Sequence[int], after: Sequence[int]) -> t
     text = texts.decode(ids)
     ends = texts.ends(ids, text)
     at = ends[len(before) - 1] if before else 0
-    value = value_at(text, at)
-    if value is None and text[at : at + 1] == " ":
-        value = value_at(text, at + 1)
+    value = parting_value(text, at)
     if value is None:
         return None
     return value.shape, next(n for n, end in enumerate(ends) if end > value.start)

@@ -16,6 +16,8 @@ MAX_VALUE_CHARS = 256
 """Looked at on each side of a place: clients choose the text, and a search may be quadratic."""
 TEXT = "text"
 """No value of a known shape: people's own words."""
+VAGUE = ("number", "name")
+"""Shapes that count only if the cached side has such a value too."""
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _CLOCK = (
     r"[0-2]?\d:[0-5]\d(?::[0-5]\d(?:[.,]\d+)?)?(?: ?[AaPp]\.?[Mm]\.?)?(?: ?(?:Z|UTC|GMT|[+-]\d\d:?\d\d))?"
@@ -66,6 +68,12 @@ def value_at(text: str, at: int) -> Value | None:
             if found.start() > at:
                 break
     return None
+
+
+def parting_value(text: str, at: int) -> Value | None:
+    """Return the value that covers character `at` of `text`, or begins one space behind it."""
+    value = value_at(text, at)
+    return value_at(text, at + 1) if value is None and text[at : at + 1] == " " else value
 
 
 def value_from(text: str, start: int, shape: str) -> Value | None:

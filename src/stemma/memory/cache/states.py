@@ -188,8 +188,8 @@ class CachedStates:
             self._states.hold(one.state)
         for page in one.pages.values():
             self._pages.hold(page)
-        lease.state = LeaseState(one.state, one.position, 0)
-        lease.state.pages.update(one.pages)
+        lease.state = twin = LeaseState(one.state, one.position, 0)
+        twin.checkpoint, twin.pages = one.checkpoint, dict(one.pages)
 
     def pin(self, lease: Lease, num_tokens: int) -> None:
         """Let a lease that computes nothing hold the deepest checkpoint within its `num_tokens`.

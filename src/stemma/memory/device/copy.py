@@ -18,6 +18,7 @@ import torch
 from typing_extensions import override
 
 from stemma.memory.device.accelerator import accelerator_of
+from stemma.memory.device.block_codec import BlockCodec
 from stemma.memory.device.kv import DeviceKV
 from stemma.native.copying import CopyBytes
 
@@ -30,6 +31,8 @@ class BlockCopy(Protocol):
     block_bytes: int
     pins_memory: bool
     """Whether host memory that blocks are copied from and to should be pinned."""
+    codec: BlockCodec | None = None
+    """Packs blocks for the tiers below; None: they stay as they are."""
 
     def out(self, block_ids: Sequence[int], into: Sequence[torch.Tensor]) -> None:
         """Copy blocks into host tensors ([block_bytes] uint8 each). Step loop only; done on return."""
@@ -46,9 +49,10 @@ class BlockCopy(Protocol):
 class DeviceCopy(BlockCopy):
     """The `BlockCopy` of our own `DeviceKV`."""
 
-    def __init__(self, kv: DeviceKV, copy: CopyBytes = np.copyto) -> None:
+    def __init__(self, kv: DeviceKV, copy: CopyBytes = np.copyto, codec: BlockCodec | None = None) -> None:
         """`copy` copies on CPU; it should release the GIL."""
         self._kv = kv
+        self.codec = codec
         self._copy = copy
         self.block_bytes = kv.layout.block_bytes
         self._accelerator = accelerator_of(kv.device)

@@ -240,6 +240,11 @@ class BlockStore(ABC):
         """Blocks that fit; None: unknown."""
         return None
 
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes of the blocks held now as they are stored, packed or not; None: unknown."""
+        return None
+
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Count keys that are held as used now, in order from the root."""
         return None

@@ -360,10 +360,12 @@ class LoadQueue:
     ) -> list[ReadResult]:
         """Move one run; return the results up to and including the first that isn't a hit."""
         start = self._clock()
-        if store is self._host:
+        if store is self._host and not self._host.packs:
             results = self._from_host(task, self._host, keys)
         else:
             results = self._from_slow(task, store, keys, reader)
+            if store is self._host and self._exclusive:
+                store.remove(keys[: results.count(ReadResult.HIT)])
         self._estimator.observe_load(store.tier, len(results), self._clock() - start)
         return results
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stemma.config.settings import PoolSettings, Role, TierSettings
 from stemma.errors import StemmaError
+from stemma.memory.device.block_codec import BlockCodec
 from stemma.memory.device.copy import BlockCopy
 from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.copies_down import num_staging_slots
@@ -44,20 +45,14 @@ def open_tiers(
     block_bytes = device.block_bytes
     stores: list[BlockStore] = []
     if settings.disk_cache is not None:
+        path, size, ttl_s = settings.disk_cache, settings.disk_cache_size, settings.disk_cache_ttl_s
         stores.append(
-            open_disk(
-                settings.disk_cache,
-                settings.disk_cache_size,
-                key_space,
-                block_bytes,
-                eviction=eviction,
-                ttl_s=settings.disk_cache_ttl_s,
-            )
+            open_disk(path, size, key_space, block_bytes, eviction=eviction, ttl_s=ttl_s, codec=device.codec)
         )
     host = None
     if settings.host_cache is not None:
-        policy, pins = make_policy(eviction), device.pins_memory
-        host = HostStore(block_bytes, settings.host_cache, policy, time.monotonic, pin_memory=pins)
+        policy, size, pins = make_policy(eviction), settings.host_cache, device.pins_memory
+        host = HostStore(block_bytes, size, policy, time.monotonic, pin_memory=pins, codec=device.codec)
     transfer = TierTransfer(
         device,
         host,
@@ -73,7 +68,9 @@ def open_tiers(
     )
     if pool is not None:
         try:
-            store = open_pool(pool, key_space, block_bytes, pin_memory=transfer.pins_memory, part=part)
+            store = open_pool(
+                pool, key_space, block_bytes, pin_memory=transfer.pins_memory, part=part, codec=device.codec
+            )
         except StemmaError:
             transfer.close()
             raise
@@ -83,11 +80,19 @@ def open_tiers(
 
 
 def open_disk(
-    path: Path, size_bytes: int, key_space: KeySpace, block_bytes: int, *, eviction: str, ttl_s: float | None
+    path: Path,
+    size_bytes: int,
+    key_space: KeySpace,
+    block_bytes: int,
+    *,
+    eviction: str,
+    ttl_s: float | None,
+    codec: BlockCodec | None = None,
 ) -> DiskStore:
     """Open a disk directory with a policy `eviction`; raises what `DiskStore` raises."""
+    policy = make_policy(eviction)
     return DiskStore(
-        path, key_space, block_bytes, size_bytes, make_policy(eviction), time.time, default_ttl_s=ttl_s
+        path, key_space, block_bytes, size_bytes, policy, time.time, default_ttl_s=ttl_s, codec=codec
     )
 
 

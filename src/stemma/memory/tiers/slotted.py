@@ -16,6 +16,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from stemma.errors import StorageError
+from stemma.memory.device.block_codec import BlockCodec
 from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, KVEventSink
 from stemma.memory.tiers.block_store import (
     BlockPut,
@@ -29,6 +30,7 @@ from stemma.memory.tiers.block_store import (
 )
 from stemma.memory.tiers.device_block import NO_NOTES, BlockNotes
 from stemma.memory.tiers.index import TierIndex
+from stemma.memory.tiers.slot_room import SlotRoom
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.prefix.keys import fingerprints
 from stemma.types import NO_HINT, BlockKey, RetentionHint
@@ -60,8 +62,17 @@ class SlottedStore(BlockStore):
         clock: Callable[[], float],
         *,
         default_ttl_s: float | None = None,
+        codec: BlockCodec | None = None,
+        room: SlotRoom | None = None,
     ) -> None:
+        """`codec` packs blocks; `room` then says what fits, with more slots than whole blocks."""
         self.block_bytes = block_bytes
+        self._codec = codec
+        self._room = room
+        self._lengths: npt.NDArray[np.uint32] = np.full(capacity_blocks, block_bytes, dtype=np.uint32)
+        """By slot: bytes of its block as it is stored; fewer than `block_bytes`: packed."""
+        self._stored_bytes = 0
+        """Sum of the lengths of live blocks."""
         self.counters = StoreCounters()
         self._clock = clock
         self._latest = -np.inf
@@ -139,7 +150,7 @@ class SlottedStore(BlockStore):
     @property
     def reserved_bytes(self) -> int:
         """Upper limit of the memory of the tables that find and rank blocks."""
-        return table_bytes(self.capacity_blocks, self._policy)
+        return table_bytes(self._index.capacity_blocks, self._policy)
 
     @property
     def num_policy_failures(self) -> int:
@@ -154,7 +165,14 @@ class SlottedStore(BlockStore):
     @property
     @override
     def capacity_blocks(self) -> int:
-        return self._index.capacity_blocks
+        if self._room is None:
+            return self._index.capacity_blocks
+        return self._room.capacity(len(self._index), self._stored_bytes)
+
+    @property
+    @override
+    def stored_bytes(self) -> int:
+        return self._stored_bytes
 
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Return which keys are held. Takes no lock, so the step loop never waits for a thread that moves
@@ -280,6 +298,7 @@ class SlottedStore(BlockStore):
                 for n, slot, (result, reason) in zip(at, slots, outcomes, strict=True):
                     results[n] = result
                     self._writing.remove(blocks[n].key)
+                    self._settle(slot, result is PutResult.STORED)
                     if result is PutResult.STORED:
                         self._commit(blocks[n], slot, now)
                     else:
@@ -289,6 +308,15 @@ class SlottedStore(BlockStore):
                 self.counters.puts.update(results)
                 self.counters.written_bytes += results.count(PutResult.STORED) * self.block_bytes
         return results
+
+    def _settle(self, slot: int, is_stored: bool) -> None:
+        """Count what a reserved slot takes now: what was written, or all of it if that failed halfway."""
+        if self._room is None:
+            return
+        length = self._lengths.item(slot) if is_stored else self.block_bytes
+        self._discard(slot, self._room.settle(slot, length))
+        if not is_stored:
+            self._room.leave([slot])
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
         """Set how many blocks each owner may hold. What is read or pinned now goes at a later put."""
@@ -348,7 +376,7 @@ class SlottedStore(BlockStore):
 
     def drop_unused(self, seconds: float) -> int:
         """Drop unpinned blocks, leaves first, that were unused for `seconds`; return how many."""
-        return self._drop_due(np.full(self.capacity_blocks, seconds))
+        return self._drop_due(np.full(len(self._used_at), seconds))
 
     def _drop_due(self, limits_s: npt.NDArray[np.float64]) -> int:
         """Drop unpinned blocks, leaves first, unused for longer than their slot's limit; return how many.
@@ -458,6 +486,7 @@ class SlottedStore(BlockStore):
             for block, (_, slot) in zip(blocks, planned, strict=False):
                 if slot is not None:
                     self._writing.remove(block.key)
+                    self._settle(slot, is_stored=False)
                     self._index.free(slot)
             raise
         finally:
@@ -481,14 +510,35 @@ class SlottedStore(BlockStore):
         return PutResult.STORED, slot
 
     def _take_slot(self) -> int | None:
+        has_room = self._room is None or self._room.fits()
+        if not has_room:
+            self._evict_one()  # the slot that it leaves is taken next
         slot = self._reserve()
-        if slot is not None:
-            return slot
-        evicted = self._evict()
-        if evicted is None:
-            return None
-        self._evicted(evicted)
-        return self._index.reserve()
+        if slot is None and has_room and self._evict_one():
+            slot = self._index.reserve()
+        if slot is not None and self._room is not None:
+            if not self._find_pages(slot, self._room):
+                self._index.free(slot)
+                return None
+            self._room.reserve(slot)
+        return slot
+
+    def _find_pages(self, slot: int, room: SlotRoom) -> bool:
+        """Take pages from other slots, and evict blocks, until this slot may have all of its bytes."""
+        while not room.fits(slot):
+            if (other := room.pop_idle(slot)) is None and not self._evict_one():
+                return False
+            if other is not None:
+                self._discard(other, room.give_back(other))
+        return True
+
+    def _discard(self, slot: int, unused: range) -> None:
+        """Give back the pages of these bytes of a slot, if any. Called with the lock."""
+
+    def _evict_one(self) -> bool:
+        if (evicted := self._evict()) is not None:
+            self._evicted(evicted)
+        return evicted is not None
 
     def _evict(self) -> int | None:
         return self._index.evict(self._ranked_at(self._now()))
@@ -501,13 +551,20 @@ class SlottedStore(BlockStore):
     def _evicted(self, slot: int) -> None:
         """Note that a block was evicted from a slot. Called with the lock."""
         self._ttl_s[slot] = np.inf
-        self._dropped([slot])
+        self._left([slot])
         self.counters.num_evicted += 1
+
+    def _left(self, slots: Sequence[int]) -> None:
+        self._stored_bytes -= int(self._lengths[slots].sum())
+        if self._room is not None:
+            self._room.leave(slots)
+        self._dropped(slots)
 
     def _commit(self, block: Storable, slot: int, now: float) -> None:
         traits = BlockTraits(fingerprints([block.key]), hint=block.hint, owner=block.owner)
         self._index.commit(slot, block.key, block.parent, self._ranked_at(now), traits)
         self._used_at[slot] = now
+        self._stored_bytes += self._lengths.item(slot)
         self._sessions[slot] = block.session
         self._keep_hint(slot, block.hint)
 
@@ -521,5 +578,5 @@ class SlottedStore(BlockStore):
             self._index.drop(slot, ranked_at)
             self._ttl_s[slot] = np.inf
         if slots:
-            self._dropped(slots)
+            self._left(slots)
         return len(slots)

@@ -32,6 +32,11 @@ class TierStats:
     num_blocks: int | None
     """None: unknown, the tier is shared."""
     capacity_blocks: int | None
+    """Blocks that fit, if they shrink like those that are there."""
+    stored_bytes: int | None
+    """Bytes that the blocks take as they are stored."""
+    block_bytes: int
+    """Bytes of one block."""
     load_s_per_block: float | None
     """Estimated; None until measured."""
     is_worth_loading: bool

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from stemma.config.settings import WritePolicy
 from stemma.errors import ConfigError, StorageError
+from stemma.memory.device.block_codec import BlockCodec
 from stemma.memory.device.copy import BlockCopy
 from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.block_store import BlockPut, BlockStore, ReadResult
@@ -32,7 +33,7 @@ from stemma.memory.tiers.pool_asks import PoolAsk, PoolAsks
 from stemma.memory.tiers.recent_keys import NOTE_BYTES, RecentKeys, Whereabouts
 from stemma.memory.tiers.tier_stats import TierStats, TransferStats
 from stemma.memory.tiers.write_queue import BATCH_BLOCKS, WriteQueue
-from stemma.supervision import LoggingSupervisor, Supervisor
+from stemma.supervision import LoggingSupervisor, Supervisor, start_thread
 from stemma.types import BlockKey, Tier
 
 PrefetchPolicy = Literal["best_effort", "timeout", "wait_complete"]
@@ -126,6 +127,8 @@ class TierTransfer(LowerTiers):
         )
         for store in stores:
             self.attach(store)
+        if host is not None and host.packs:
+            start_thread("stemma-pack", partial(_pack_until_closed, host), self._supervisor)
 
     # -- which tiers there are ------------------------------------------------------------------------
 
@@ -136,7 +139,11 @@ class TierTransfer(LowerTiers):
             return 0
         total = sum(store.reserved_bytes for store in self._stores)
         total += remembered_bytes({store.tier for store in self._stores})
-        return total + (self._copies.arena.reserved_bytes + self._loads.reserved_bytes if self._queues else 0)
+        if self.codec is not None:
+            total += self.codec.reserved_bytes
+        if self._queues:
+            total += self._copies.arena.reserved_bytes
+        return total + (self._loads.reserved_bytes if self._queues or self.codec is not None else 0)
 
     @property
     @override
@@ -153,10 +160,15 @@ class TierTransfer(LowerTiers):
         """Whether memory that blocks are loaded from should be pinned."""
         return self._device.pins_memory
 
+    @property
+    def codec(self) -> BlockCodec | None:
+        """What packs blocks for stores."""
+        return self._device.codec
+
     def introduce(self, store: BlockStore) -> None:
         """Register our memory with a store that is about to be attached. May be slow; for any thread."""
         store.register(self._copies.arena.memory)
-        if self._host is not None:
+        if self._host is not None and not self._host.packs:
             store.register(self._host.memory)
 
     def attach(self, store: BlockStore, write: WritePolicy | None = None) -> None:
@@ -509,6 +521,8 @@ class TierTransfer(LowerTiers):
                 counters=store.counters.snapshot(),
                 num_blocks=store.num_blocks,
                 capacity_blocks=store.capacity_blocks,
+                stored_bytes=store.stored_bytes,
+                block_bytes=store.block_bytes,
                 load_s_per_block=self.estimator.load_s(store.tier),
                 is_worth_loading=self.estimator.is_worth_loading(store.tier),
                 num_queued_writes=queue.num_queued if queue else 0,
@@ -543,6 +557,11 @@ def remembered_bytes(tiers: Set[Tier]) -> int:
     """Return the approximate maximum bytes of notes about keys with these tiers."""
     num_tables = 1 + (Tier.POOL in tiers) + (Tier.HOST in tiers and len(tiers) > 1)
     return num_tables * NOTE_BYTES * MAX_KEYS_REMEMBERED if tiers else 0
+
+
+def _pack_until_closed(host: HostStore) -> None:
+    while host.pack_next(timeout_s=1.0):
+        pass
 
 
 def _finish(queue: WriteQueue, store: BlockStore) -> None:

@@ -42,7 +42,9 @@ class UsageMeter:
         self._num_generated[index] = news.num_generated_tokens
         self._drafts[index] = news.drafts
         if isinstance(news, Collected):
-            self._notes |= news.notes
+            for name, note in news.notes.items():
+                known = self._notes.get(name)
+                self._notes[name] = [*known, *note] if isinstance(known, list) else note
         self._queue_wait_s = max(self._queue_wait_s, news.queue_wait_s)
 
     def counts(self) -> dict[str, int]:

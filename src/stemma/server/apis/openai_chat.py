@@ -124,8 +124,9 @@ async def _events(
         if chunks:
             yield b"".join(chunks)
             chunks.clear()
-    usage = UsageMeter.of(outputs.answers).usage() if with_usage else None
-    yield (event({**head, "choices": [], "usage": usage}) if with_usage else b"") + DONE
+    with_end = with_usage or bool(turn.receipt)
+    usage = UsageMeter.of(outputs.answers).usage() if with_end else None
+    yield (event({**head, "choices": [], "usage": usage}) if with_end else b"") + DONE
 
 
 class _ChoiceStream:

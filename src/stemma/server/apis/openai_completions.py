@@ -294,7 +294,7 @@ class _Reply:
                 yield b"".join(chunks)
                 chunks.clear()
         last = b""
-        if self._with_usage:
+        if self._with_usage or any("receipts" in one.notes for one in outputs.answers):
             usage = UsageMeter.of(outputs.answers).usage()
             last = event({**self.head, "choices": [], "usage": usage})
         yield last + DONE

@@ -7,7 +7,7 @@ tell different tokens; only who steers an answer to chosen ones gets the longest
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from sys import getsizeof
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,8 @@ EVENT_BYTES = 256
 """Of an event of its own for a token."""
 PARSED_BYTES = 16
 """Of a byte of stored JSON, once it is parsed."""
+_RECEIPT_BYTES = 16_384
+"""Of a receipt without ids."""
 NUMBER_BYTES = 96
 """Of one of the numbers of a vector."""
 _WIDEST = 4
@@ -94,6 +96,12 @@ NOTHING_ELSE = PromptTold()
 def told_ids(prompt: TokenArray) -> PromptTold:
     """Return that the ids of a prompt are told with each choice, and those of its tokens."""
     return PromptTold(each=ID_BYTES * len(prompt), token=ID_BYTES)
+
+
+def told_signed(told: PromptTold, prompt: TokenArray) -> PromptTold:
+    """Return `told` with a receipt, which has the ids of the prompt and of all its answers."""
+    once = told.once + _RECEIPT_BYTES + LISTED_ID_BYTES * len(prompt)
+    return replace(told, once=once, token=told.token + LISTED_ID_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

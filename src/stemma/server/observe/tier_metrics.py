@@ -22,6 +22,12 @@ _PER_TIER_COUNTS: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
 _PER_TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStats], float | None]], ...] = (
     ("stemma_tier_blocks", "Blocks held", lambda t: t.num_blocks),
     ("stemma_tier_capacity_blocks", "Blocks that fit", lambda t: t.capacity_blocks),
+    ("stemma_tier_stored_bytes", "Bytes of the blocks held, as they are stored", lambda t: t.stored_bytes),
+    (
+        "stemma_tier_unpacked_bytes",
+        "Bytes of the same blocks on the device",
+        lambda t: None if t.num_blocks is None else t.num_blocks * t.block_bytes,
+    ),
     ("stemma_tier_queued_writes", "Blocks waiting to be written", lambda t: t.num_queued_writes),
     ("stemma_tier_load_seconds_per_block", "Measured cost of loading a block", lambda t: t.load_s_per_block),
     (
@@ -139,6 +145,8 @@ def _tier_as_json(one: TierStats) -> dict[str, Any]:
     return {
         "num_blocks": one.num_blocks,
         "capacity_blocks": one.capacity_blocks,
+        "stored_bytes": one.stored_bytes,
+        "block_bytes": one.block_bytes,
         "num_queued_writes": one.num_queued_writes,
         "load_s_per_block": one.load_s_per_block,
         "is_worth_loading": one.is_worth_loading,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -76,6 +76,8 @@ class StemmaOptions(RequestModel):
     """``stemma`` in the body of any request: what to tell beside the answer."""
 
     explain: bool = False
+    receipt: bool | Literal["hashed"] = False
+    """A signed statement of what was computed; ``hashed``: without ids and texts."""
 
 
 def _take_options(request: Request, body: dict[str, Any]) -> None:
@@ -85,7 +87,8 @@ def _take_options(request: Request, body: dict[str, Any]) -> None:
         return
     if not isinstance(given, dict):
         raise InvalidRequest("stemma must be an object", param="stemma")
-    request.state.explain = validate(StemmaOptions, given).explain
+    options = validate(StemmaOptions, given)
+    request.state.explain, request.state.receipt = options.explain, options.receipt
 
 
 def validate(model: type[M], body: dict[str, Any]) -> M:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, replace
 
 from starlette.requests import Request
@@ -10,13 +11,13 @@ from stemma.config.server_settings import RequestSettings
 from stemma.engine.api import GenerationRequest
 from stemma.engine.pooling import Pooling
 from stemma.engine.sampling.params import BeamParams, SamplingParams
-from stemma.errors import Unauthorized
+from stemma.errors import InvalidRequest, Unauthorized
 from stemma.model.lora.adapter import Adapter
 from stemma.model.vision.prompt import PromptImages
 from stemma.prefix.keys import Namespace
 from stemma.server.answers.chat import AnswerReader
 from stemma.server.door.access import Access, tenant_of
-from stemma.server.door.answer_memory import NOTHING_ELSE, PromptTold
+from stemma.server.door.answer_memory import NOTHING_ELSE, PromptTold, told_signed
 from stemma.server.door.caller import Caller, caller
 from stemma.server.door.namespace import tenant_namespace
 from stemma.server.door.published import PublishedPrefixes
@@ -28,6 +29,8 @@ from stemma.server.turn.hints import NO_HINTS, Hints, session_of
 from stemma.server.turn.kv_hints import Judged, judge
 from stemma.types import TokenArray
 
+SIGNED = ("chat", "completions", "responses", "messages")
+"""APIs whose answers may have receipts."""
 _NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """What an engine is asked for that is to compute a prompt: it draws one token, which nobody gets."""
 
@@ -79,6 +82,8 @@ class Turn:
     """Its client asked why what isn't reused isn't."""
     judged: Judged | None = None
     """Its ``kv_hints``; None: it has none."""
+    receipt: bool | str = False
+    """Its client wants a signed statement of it; ``hashed``: without ids and texts."""
 
     @property
     def prewarms(self) -> bool:
@@ -109,6 +114,8 @@ class TurnBuilder:
     limits: RequestSettings
     access: Access
     published: PublishedPrefixes
+    signs: bool = False
+    """Whether there are receipts."""
 
     def build(self, http: Request, api: str, asked: Asked) -> Turn:
         """Return the turn. Raises Unauthorized without a tenant, where there are tenants."""
@@ -118,10 +125,12 @@ class TurnBuilder:
             may_pin = self.access.keys is None
             judged = judge(hints.kv_hints, hints.retention, num_tokens, may_pin=may_pin)
         prewarms = hints.prewarms or (judged is not None and judged.prewarms)
+        if receipt := self._receipt(http, api, asked):
+            asked = replace(asked, told=told_signed(asked.told, asked.prompt.token_ids))
         request = GenerationRequest(
             request_id=asked.request_id,
             prompt_token_ids=asked.prompt.token_ids,
-            params=_NO_ANSWER if prewarms else self._limited(asked.params),
+            params=_NO_ANSWER if prewarms else self._limited(asked.params, is_seeded=bool(receipt)),
             namespace=self._namespace(http, asked),
             retention=hints.retention if judged is None else judged.retention,
             beam=asked.beam,
@@ -132,10 +141,22 @@ class TurnBuilder:
             images=asked.prompt.images,
             shows_steps=asked.shows_steps,
         )
-        return Turn(request, api, caller(), asked, is_asked(http), judged)
+        receipt = False if prewarms else receipt
+        return Turn(request, api, caller(), asked, is_asked(http), judged, receipt)
 
-    def _limited(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with no more output than the operator allows."""
+    def _receipt(self, http: Request, api: str, asked: Asked) -> bool | str:
+        """Return what receipt the body asks for. Raises InvalidRequest where there is none."""
+        wanted: bool | str = getattr(http.state, "receipt", False)
+        if wanted and not self.signs:
+            raise InvalidRequest("this server signs no receipts (--receipts)", param="stemma.receipt")
+        if wanted and (api not in SIGNED or asked.beam is not None):
+            raise InvalidRequest("there is no receipt of this kind of answer", param="stemma.receipt")
+        return wanted
+
+    def _limited(self, params: SamplingParams, *, is_seeded: bool) -> SamplingParams:
+        """Return `params` with no more output than the operator allows; `is_seeded`: with a seed."""
+        if is_seeded and params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
         most = self.limits.max_output_tokens
         if most is None or (params.max_tokens is not None and params.max_tokens <= most):
             return params

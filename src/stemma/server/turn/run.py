@@ -55,7 +55,8 @@ class TurnRunner:
     lifecycle: Lifecycle
     metrics: ServerMetrics
     reports: Reports
-    observers: Sequence[Observe]
+    observers: list[Observe]
+    """Parts of packages that begin with the server may add theirs."""
 
     async def start(self, request: Request, turns: Sequence[Turn]) -> OutputStream:
         """Run `turns` and return once the engine has taken them; raise if the client leaves before.

@@ -11,6 +11,10 @@ COMMANDS = {
         "stemma_lab.commands.advise:command",
         "Say what to change for this traffic: memory, tiers, policy, prompts, or the cache itself.",
     ),
+    "lint": (
+        "stemma_lab.commands.lint:command",
+        "Say what prompts share, where they part, what that costs, and what to move; a budget for CI.",
+    ),
     "plan": (
         "stemma_lab.commands.plan:command",
         "Predict hit ratio, time to first token and cost of tiers of given sizes for recorded traffic.",

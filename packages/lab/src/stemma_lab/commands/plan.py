@@ -41,6 +41,14 @@ def command(
     ] = "all",
     dram_speed: Annotated[str, typer.Option(help="Bytes per second from host to device.")] = "20GB",
     ssd_speed: Annotated[str, typer.Option(help="Bytes per second from disk to device.")] = "3GB",
+    packed: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            max=1.0,
+            help="Share of its bytes that a block takes in DRAM and on SSD: 0.67 for bf16 on CPU.",
+        ),
+    ] = 1.0,
     prefill_tokens_per_s: Annotated[float, typer.Option(min=1e-6, help="Speed of prefill.")] = 10_000.0,
     attention_equal_at: Annotated[
         float, typer.Option(min=1.0, help="Position at which attending costs as much as the weights.")
@@ -67,6 +75,7 @@ def command(
         policy,
         sharing,
         admission,
+        packed,
     )
     tiers = parse_tiers((gpu_memory, dram, ssd), (dram_speed, ssd_speed))
     with open_progress("replaying") as progress:
@@ -117,8 +126,8 @@ def _print(
     for name in ("tier", "size", "tokens", f"blocks of {workload.trace.block_size}", "token hit ratio"):
         table.add_column(name, justify="left" if name == "tier" else "right")
     for tier, ratio in zip(base.tiers, base.token_hit_ratios, strict=True):
-        num_tokens = tier.capacity_bytes // workload.bytes_per_token
-        num_blocks = workload.blocks_in(tier.capacity_bytes)
+        num_blocks = workload.blocks_in(tier.capacity_bytes, is_below=tier.name != "device")
+        num_tokens = num_blocks * workload.trace.block_size
         table.add_row(
             tier.name, format_size(tier.capacity_bytes), f"{num_tokens:,}", f"{num_blocks:,}", f"{ratio:.4f}"
         )

@@ -17,8 +17,10 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from stemma.errors import ConfigError, StorageError
+from stemma.memory.device.block_codec import BlockCodec, expand
 from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult, Storable
 from stemma.memory.tiers.disk.files import FileLayer
 from stemma.memory.tiers.disk.record import (
@@ -41,6 +43,7 @@ from stemma.memory.tiers.disk.spaces import (
     new_manifest,
     open_space,
 )
+from stemma.memory.tiers.slot_room import SlotRoom, num_slots
 from stemma.memory.tiers.slotted import SlottedStore
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.prefix.keys import KeySpace
@@ -56,10 +59,11 @@ _RUN_BYTES = 16 * 2**20
 """Maximum bytes of adjacent blocks read in one call."""
 
 
-def capacity_of(space: KeySpace, block_bytes: int, size_bytes: int) -> int:
-    """Return how many blocks fit a directory limited to `size_bytes`."""
+def capacity_of(space: KeySpace, block_bytes: int, size_bytes: int, *, packs: bool = False) -> int:
+    """Return how many blocks fit a directory limited to `size_bytes`; with `packs`, how many slots it has."""
     slot_bytes = new_manifest(space, block_bytes, size_bytes).slot_bytes
-    return max(0, size_bytes - _SMALL_FILES_BYTES) // (slot_bytes + RECORD_BYTES)
+    budget = max(0, size_bytes - _SMALL_FILES_BYTES)
+    return num_slots(budget, slot_bytes, RECORD_BYTES) if packs else budget // (slot_bytes + RECORD_BYTES)
 
 
 def num_disk_blocks(space: KeySpace, block_bytes: int, size_bytes: int) -> int:
@@ -94,21 +98,29 @@ class DiskStore(SlottedStore):
         default_ttl_s: float | None = None,
         files: FileLayer | None = None,
         monotonic: Callable[[], float] = time.monotonic,
+        codec: BlockCodec | None = None,
     ) -> None:
         """Open the sub-directory of `space` under `root` and find what it holds.
 
         `size_bytes` limits all files under `root`. `clock` returns seconds since 1970, because times outlive
-        the process; `monotonic` measures the wait after a failed write. Raises ConfigError if no block fits,
-        and what `open_space` raises.
+        the process; `monotonic` measures the wait after a failed write. `codec` packs what is written; what
+        was is read with or without. Raises ConfigError if no block fits, and what `open_space` raises.
         """
         wanted = new_manifest(space, block_bytes, size_bytes)
         capacity_blocks = num_disk_blocks(space, block_bytes, size_bytes)
-        super().__init__(block_bytes, capacity_blocks, policy, clock, default_ttl_s=default_ttl_s)
+        room = None
+        if codec is not None:
+            capacity_blocks = capacity_of(space, block_bytes, size_bytes, packs=True)
+            budget = size_bytes - _SMALL_FILES_BYTES - capacity_blocks * RECORD_BYTES
+            room = SlotRoom(capacity_blocks, wanted.slot_bytes, budget, head_bytes=RECORD_BYTES)
+        super().__init__(
+            block_bytes, capacity_blocks, policy, clock, default_ttl_s=default_ttl_s, codec=codec, room=room
+        )
         self._size_bytes = size_bytes
         self._files = files or FileLayer()
         self._space = open_space(root, wanted)
         self._manifest: Manifest = self._space.manifest
-        self._slabs = SlabFiles(self._files, self._space, capacity_blocks)
+        self._slabs = SlabFiles(self._files, self._space, capacity_blocks, room)
         self._table = bytearray(RECORD_BYTES * capacity_blocks)
         """Intended content of the index file, by slot."""
         self._generation = 0
@@ -206,7 +218,7 @@ class DiskStore(SlottedStore):
     def _read(self, slots: Sequence[int], into: Sequence[memoryview]) -> list[tuple[ReadResult, str]]:
         """Read adjacent blocks in one call; HIT means only that the bytes were read."""
         outcomes: list[tuple[ReadResult, str]] = []
-        runs = self._slabs.runs(slots, _RUN_BYTES)
+        runs = self._runs(slots)
         for n, run in enumerate(runs):
             # The kernel's own readahead covers adjacent runs better than a hint.
             if n + 1 < len(runs) and slots[runs[n + 1].start] != slots[run.stop - 1] + 1:
@@ -215,10 +227,17 @@ class DiskStore(SlottedStore):
             outcomes += self._read_run(slots[run], into[run])
         return outcomes
 
+    def _runs(self, slots: Sequence[int]) -> list[slice]:
+        """Split `slots` into what is read in one call: a packed block alone, as a hole is behind it."""
+        if (self._lengths[slots] < self.block_bytes).any():
+            return [slice(n, n + 1) for n in range(len(slots))]
+        return self._slabs.runs(slots, _RUN_BYTES)
+
     def _read_run(self, slots: Sequence[int], into: Sequence[memoryview]) -> list[tuple[ReadResult, str]]:
         fd, offset = self._slabs.place(slots[0])
         stride = self._manifest.slot_bytes
-        views = [into[0]]
+        length = self._lengths.item(slots[0])
+        views = [into[0][:length]]
         for buffer in into[1:]:
             views += [self._between, buffer]
         try:
@@ -230,9 +249,7 @@ class DiskStore(SlottedStore):
             singles = zip(slots, into, strict=True)
             return [got for slot, buffer in singles for got in self._read_run([slot], [buffer])]
         return [
-            (ReadResult.HIT, "")
-            if n * stride + self.block_bytes <= count
-            else (ReadResult.CORRUPT, "truncated")
+            (ReadResult.HIT, "") if n * stride + length <= count else (ReadResult.CORRUPT, "truncated")
             for n in range(len(slots))
         ]
 
@@ -248,8 +265,10 @@ class DiskStore(SlottedStore):
         for slot, key, buffer, outcome in zip(slots, keys, read, outcomes, strict=True):
             record = np.frombuffer(self._table, RECORD_DTYPE, count=1, offset=slot * RECORD_BYTES)[0]
             expected, generation = int(record["checksum"]), int(record["generation"])
+            length = int(record["length"])
             is_sound = outcome[0] is not ReadResult.HIT or (
-                block_checksum(key, generation, buffer) == expected
+                block_checksum(key, generation, buffer[:length]) == expected
+                and (length == self.block_bytes or expand(buffer, length))
             )
             proven.append(outcome if is_sound else (ReadResult.CORRUPT, "checksum"))
         return proven
@@ -262,14 +281,16 @@ class DiskStore(SlottedStore):
             self._generation += 1
             generation = self._generation
             now = self._now()
-        checksum = block_checksum(block.key, generation, block.data)
+        packed = None if self._codec is None else self._codec.pack(block.data)
+        data, padding = (block.data, self._padding) if packed is None else (packed, b"")
+        checksum = block_checksum(block.key, generation, data)
         record = Record(
             slot=slot,
             key=block.key,
             parent=block.parent,
             generation=generation,
             checksum=checksum,
-            length=self.block_bytes,
+            length=data.nbytes,
             owner=block.owner,
             used_at=now,
             hint=block.hint,
@@ -277,10 +298,11 @@ class DiskStore(SlottedStore):
         ).pack()
         fd, offset = self._slabs.place(slot)
         try:
-            self._files.write(fd, [record, block.data, self._padding], offset)
+            self._files.write(fd, [record, data, padding], offset)
             self._slabs.write_index(slot, record)
         except OSError as error:
             return self._write_failed(error)
+        self._lengths[slot] = data.nbytes
         self._table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = record
         return PutResult.STORED, ""
 
@@ -299,6 +321,15 @@ class DiskStore(SlottedStore):
 
     def _reserve(self) -> int | None:
         return self._index.reserve(self._slabs.num_slots)
+
+    @override
+    def _discard(self, slot: int, unused: range) -> None:
+        if self.read_only or not unused:
+            return
+        try:
+            self._slabs.discard(slot, unused)
+        except OSError as error:  # a file system without holes
+            self.counters.reasons[_reason(error)] += 1
 
     def _dropped(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -381,12 +412,16 @@ class DiskStore(SlottedStore):
 
     def _enter_restored(self, slots: npt.NDArray[np.int64]) -> None:
         if not len(slots):
+            self._restore_room(slots)
             return
         records = np.frombuffer(self._table, dtype=RECORD_DTYPE)[slots]
         # A clock that was ahead when they were written may be right now.
         records["used_at"] = np.minimum(records["used_at"], self._now())
         found = restored_blocks(slots, records)
         records = found.records
+        self._lengths[found.slots] = records["length"]
+        self._stored_bytes = int(records["length"].sum())
+        self._restore_room(found.slots)
         self._generation = int(records["generation"].max())
         traits = BlockTraits(np.frombuffer(records["key"].tobytes(), dtype="<u8")[::4].astype(np.uint64))
         hints = hints_in(records)
@@ -406,6 +441,15 @@ class DiskStore(SlottedStore):
         self._used_at[found.slots] = records["used_at"]
         ttl_s = records["ttl_s"].astype(np.float64)
         self._ttl_s[found.slots] = np.where(np.isnan(ttl_s), self._default_ttl_s, ttl_s)
+
+    def _restore_room(self, slots: npt.NDArray[np.int64]) -> None:
+        """Count what the slots of blocks take; free the pages of all else."""
+        if self._room is None:
+            return
+        held, whole = set(slots.tolist()), self._manifest.slot_bytes
+        for slot in range(self._slabs.num_slots):
+            start = self._room.take(slot, self._lengths.item(slot)).start if slot in held else 0
+            self._discard(slot, range(start, whole))
 
     def _renewed(self, slots: Sequence[int]) -> None:
         if self.read_only:

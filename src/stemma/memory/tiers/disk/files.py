@@ -6,10 +6,16 @@ fsync: every read verifies its bytes, so writes lost in a power cut are misses, 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+"""Of fallocate(2)."""
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class FileLayer:
@@ -66,6 +72,12 @@ class FileLayer:
     def truncate(self, fd: int, num_bytes: int) -> None:
         """Shorten the file, or extend it with a hole."""
         os.ftruncate(fd, num_bytes)
+
+    def punch(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Free the disk space of whole pages of the file, which keeps its length."""
+        if _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, num_bytes):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def unlink(self, path: Path) -> None:
         """Delete a file."""

@@ -14,7 +14,7 @@ offset bytes field
 40     32    parent's key
 72     8     generation: grows with every write to the directory
 80     8     checksum of the block's bytes, bound to key and generation
-88     4     length of the block in bytes
+88     4     length of the block in bytes as it is stored: packed or not
 92     4     `session_number` of the conversation that left it, 0: none
 96     8     whose it is: `owner_tag` as a number, 0: nobody's
 104    8     time of last use, seconds since 1970 (float64)
@@ -146,12 +146,13 @@ def sound_records(raw: memoryview, first_slot: int, block_bytes: int) -> npt.NDA
     """Return which of the records packed in `raw` are intact and belong to their slot.
 
     `raw` holds the records of slots ``first_slot, first_slot + 1, ...``; the result is positions in `raw`.
+    A block of `block_bytes` may be stored in fewer.
     """
     table = np.frombuffer(raw, dtype=RECORD_DTYPE)
     plausible = (
         (table["magic"] == int.from_bytes(_MAGIC, "little"))
         & (table["version"] == DISK_FORMAT_VERSION)
-        & (table["length"] == block_bytes)
+        & (table["length"] - np.uint32(1) < block_bytes)
         & (table["slot"] == np.arange(first_slot, first_slot + len(table), dtype=np.uint32))
     )
     positions = np.flatnonzero(plausible)

@@ -1,7 +1,8 @@
 """The files of one sub-directory: slabs, which contain the slots, and the index file.
 
 A slab is added at full size when the store needs its slots, so that a full disk is noticed here and not in
-the middle of a block. The last slab ends at the size limit.
+the middle of a block. The last slab ends at the size limit. Slabs of packed blocks are sparse instead: a slot
+takes only the pages of its block.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from stemma.memory.tiers.disk.files import FileLayer
 from stemma.memory.tiers.disk.record import RECORD_BYTES
 from stemma.memory.tiers.disk.spaces import INDEX, Manifest, OpenSpace, make_room
+from stemma.memory.tiers.slot_room import SlotRoom
 
 _MAX_RUN = 512
 """Slots per call: each but the first takes two of the 1,024 buffers that one system call can fill."""
@@ -25,8 +27,11 @@ _MAX_RUN = 512
 class SlabFiles:
     """Open files, by slot. Every method but `place` and `num_slots` may raise OSError."""
 
-    def __init__(self, files: FileLayer, space: OpenSpace, capacity_blocks: int) -> None:
-        """Nothing is open yet."""
+    def __init__(
+        self, files: FileLayer, space: OpenSpace, capacity_blocks: int, room: SlotRoom | None
+    ) -> None:
+        """Nothing is open yet. `room` knows what the slots of sparse slabs take."""
+        self._room = room
         self._files = files
         self._path = space.path
         self._manifest: Manifest = space.manifest
@@ -94,12 +99,17 @@ class SlabFiles:
         fd = -1
         try:
             own = sum(self._slab_bytes(n) for n in range(slab + 1))
+            if self._room is not None:
+                own = self._room.num_bytes + self._slab_bytes(slab)
             own += (slab + 1) * self._manifest.slots_per_slab * RECORD_BYTES
             spared = limit_bytes // 2 if slab else max(0, limit_bytes - own)
             if not make_room(self._path.parent, self._path, own, limit_bytes, spared, time.time()) and slab:
                 return False
             fd = self._files.open(self._slab_path(slab), os.O_RDWR | os.O_CREAT)
-            self._files.allocate(fd, self._slab_bytes(slab))
+            if self._room is None:
+                self._files.allocate(fd, self._slab_bytes(slab))
+            else:
+                self._files.truncate(fd, self._slab_bytes(slab))
             self._files.truncate(self._index_fd, self._num_index_bytes(slab + 1))
         except OSError:
             if fd >= 0:
@@ -127,6 +137,11 @@ class SlabFiles:
         ends = slots % per_slab * stride + RECORD_BYTES + self._manifest.block_bytes
         whole: npt.NDArray[np.bool_] = ends <= sizes[slots // per_slab]
         return whole
+
+    def discard(self, slot: int, unused: range) -> None:
+        """Free the disk space of these bytes of a slot, whole pages."""
+        fd, offset = self.place(slot)
+        self._files.punch(fd, offset + unused.start, len(unused))
 
     def runs(self, slots: Sequence[int], max_bytes: int) -> list[slice]:
         """Split `slots` into runs of adjacent slots in one slab, of about `max_bytes` at most."""

@@ -330,7 +330,8 @@ def _trim(space: SpaceInfo, num_bytes: int) -> int:
     with locked_space(space.path):
         times = {path: path.stat() for path in space.path.iterdir()}
         for slab in sorted(space.path.glob("slab-*"), reverse=True):
-            before = slab.stat().st_blocks * 512
+            stat = slab.stat()
+            before = stat.st_blocks * 512
             cut = min(before, space.allocated_bytes - num_bytes - freed)
             if cut <= 0:
                 break
@@ -338,7 +339,8 @@ def _trim(space: SpaceInfo, num_bytes: int) -> int:
                 if cut == before:
                     slab.unlink()
                 else:
-                    os.truncate(slab, before - cut)
+                    # What is packed has holes, evenly.
+                    os.truncate(slab, (before - cut) * max(stat.st_size, before) // before)
             except OSError as error:
                 raise StorageError(f"can't shorten {slab}: {error.strerror}") from error
             freed += cut

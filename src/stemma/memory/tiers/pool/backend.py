@@ -38,7 +38,10 @@ class PoolBackend(ABC):
 
     @abstractmethod
     def get_many(self, keys: Sequence[str], into: Sequence[Parts]) -> list[ReadResult]:
-        """Read each value into its parts: HIT, MISS, ERROR, or CORRUPT if its length differs."""
+        """Read each value into its parts: HIT, MISS, ERROR, or CORRUPT if it is longer.
+
+        A shorter one fills the first bytes; the others are undefined then.
+        """
 
     @abstractmethod
     def put_many(self, keys: Sequence[str], values: Sequence[Parts]) -> list[PutResult]:

@@ -11,7 +11,7 @@ offset  bytes  field
 10      1      priority + 1; 0: nothing is known of hints
 11      1      zero
 12      4      time to live after last use, seconds (float32, NaN: none)
-16      8      length of the payload
+16      8      length of the payload; shorter than a block: packed (`block_codec.py`)
 24      16     XXH3-128 of the key's text
 40      8      XXH3-64 of the payload
 48      4      `session_number` of the conversation that left the block, 0: none
@@ -66,8 +66,11 @@ def seal(key: str, payload: memoryview, header: memoryview, notes: BlockNotes = 
     header[_FIELDS.size :] = _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-def damage(key: str, header: memoryview, payload: memoryview) -> Damage | None:
-    """Return what is wrong with a value that was read, or None if it is what was put under `key`."""
+def damage(key: str, header: memoryview, room: memoryview) -> Damage | None:
+    """Return what is wrong with a value that was read, or None if it is what was put under `key`.
+
+    The payload begins `room`, which it may not fill.
+    """
     fields = header[: _FIELDS.size]
     magic, version, _, _, length, key_digest, checksum, _ = _FIELDS.unpack(fields)
     if magic != MAGIC or _CHECK.unpack(header[_FIELDS.size :])[0] != xxhash.xxh3_64_intdigest(fields):
@@ -76,11 +79,17 @@ def damage(key: str, header: memoryview, payload: memoryview) -> Damage | None:
         return Damage.VERSION
     if key_digest != xxhash.xxh3_128_digest(key.encode()):
         return Damage.KEY
-    if length != payload.nbytes:
+    if length > room.nbytes:
         return Damage.LENGTH
-    if checksum != xxhash.xxh3_64_intdigest(payload):
+    if checksum != xxhash.xxh3_64_intdigest(room[:length]):
         return Damage.CHECKSUM
     return None
+
+
+def payload_bytes(header: memoryview) -> int:
+    """Return the length of the payload behind a sound header."""
+    length: int = _FIELDS.unpack(header[: _FIELDS.size])[4]
+    return length
 
 
 def notes_in(header: memoryview) -> BlockNotes:

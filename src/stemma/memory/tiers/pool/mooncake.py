@@ -250,7 +250,7 @@ def _scattered(values: Sequence[Parts]) -> tuple[list[list[int]], list[list[int]
 def _read_result(code: int, num_bytes: int) -> ReadResult:
     if code in (_OBJECT_NOT_FOUND, _REPLICA_IS_NOT_READY):
         return ReadResult.MISS
-    if code == num_bytes:
+    if 0 < code <= num_bytes:
         return ReadResult.HIT
     if code == _LEASE_EXPIRED:
         # The transfer took longer than the master promised to keep the value (`default_kv_lease_ttl`).

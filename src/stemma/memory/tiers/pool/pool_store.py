@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from stemma.config.settings import PoolSettings
 from stemma.errors import StorageError
+from stemma.memory.device.block_codec import BlockCodec
 from stemma.memory.tiers.block_store import (
     BlockPut,
     BlockStore,
@@ -72,8 +73,10 @@ class PoolStore(BlockStore):
         *,
         clock: Callable[[], float] = time.monotonic,
         pin_memory: bool = False,
+        codec: BlockCodec | None = None,
     ) -> None:
-        """`pin_memory`: a CUDA device copies blocks out of what `lend_many` lends."""
+        """`pin_memory`: a CUDA device copies blocks out of what `lend_many` lends. `codec` packs what is put;
+        what other servers packed is read with or without."""
         self.block_bytes = block_bytes
         self.settings = settings
         self._names = names
@@ -92,7 +95,7 @@ class PoolStore(BlockStore):
             backend.register(self.staging.memory)
         self._notes = RecentKeys[BlockNotes](_MAX_NOTES)
         self._reader = Reader(self._guard, names, self.staging, self._registered, self._absent, self._notes)
-        self._writer = Writer(self._guard, names, self.staging, self._registered, self._absent)
+        self._writer = Writer(self._guard, names, self.staging, self._registered, self._absent, codec)
         self._shares = OwnerShares()
         self._closed = False
 

@@ -19,11 +19,12 @@ from functools import partial
 
 import numpy as np
 
+from stemma.memory.device.block_codec import expand, unpack
 from stemma.memory.tiers.block_store import Loan, ReadResult
 from stemma.memory.tiers.device_block import BlockNotes
 from stemma.memory.tiers.pool.absent import AbsentKeys
 from stemma.memory.tiers.pool.backend import Parts
-from stemma.memory.tiers.pool.envelope import damage, notes_in
+from stemma.memory.tiers.pool.envelope import Damage, damage, notes_in, payload_bytes
 from stemma.memory.tiers.pool.guard import Guard
 from stemma.memory.tiers.pool.keys import PoolKeys
 from stemma.memory.tiers.pool.registered import RegisteredMemory
@@ -183,9 +184,9 @@ class Reader:
             checked = []
             for wanted, (header, payload), result in zip(batch[part], values[part], found[part], strict=True):
                 checked.append(self._checked(wanted, header, payload, result))
-                if checked[-1] is ReadResult.HIT and wanted.into is not payload:
-                    # Not a slice assignment: numpy releases the GIL.
-                    np.copyto(np.frombuffer(wanted.into, np.uint8), np.frombuffer(payload, np.uint8))
+                if checked[-1] is ReadResult.HIT and not _take_block(header, payload, wanted.into):
+                    self._guard.count_reason(Damage.CHECKSUM.value)
+                    checked[-1] = ReadResult.CORRUPT
             return checked
 
         # One core doesn't reach the memory's bandwidth, and no transfer is running that this would slow.
@@ -223,3 +224,14 @@ class Reader:
         elif result is ReadResult.LATE:
             self._guard.count_reason("late")
         return result
+
+
+def _take_block(header: memoryview, payload: memoryview, into: memoryview) -> bool:
+    """Bring the block behind a sound header to its destination, unpacked; return whether it is one."""
+    length = payload_bytes(header)
+    if length < into.nbytes:
+        return expand(into, length) if into is payload else unpack(payload[:length], into)
+    if into is not payload:
+        # Not a slice assignment: numpy releases the GIL.
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(payload, np.uint8))
+    return True

@@ -119,11 +119,12 @@ class RedisPool(PoolBackend):
 def _fill(value: bytes | None, parts: Parts) -> ReadResult:
     if value is None:
         return ReadResult.MISS
-    if len(value) != part_bytes(parts):
+    if len(value) > part_bytes(parts):
         return ReadResult.CORRUPT
     source, offset = memoryview(value), 0
     for part in parts:
-        part[:] = source[offset : offset + part.nbytes]
+        found = source[offset : offset + part.nbytes]
+        part[: found.nbytes] = found
         offset += part.nbytes
     return ReadResult.HIT
 

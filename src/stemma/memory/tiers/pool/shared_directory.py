@@ -266,7 +266,8 @@ class DirectoryPool(PoolBackend):
             status, now = os.fstat(file), time.time()
             if self._is_expired(status.st_mtime, now):
                 return ReadResult.MISS
-            if status.st_size != part_bytes(parts) or not _read_all(file, parts):
+            is_plain = stat.S_ISREG(status.st_mode) and 0 < status.st_size <= part_bytes(parts)
+            if not is_plain or not _read_all(file, parts, status.st_size):
                 return ReadResult.CORRUPT
             self._touch(file, status.st_mtime, now)
             return ReadResult.HIT
@@ -303,11 +304,11 @@ def _write_new(path: str, parts: Parts) -> None:
         os.close(file)
 
 
-def _read_all(file: int, parts: Parts) -> bool:
-    """Fill `parts` from the start of the file; False if it ends early."""
+def _read_all(file: int, parts: Parts, num_bytes: int) -> bool:
+    """Fill `parts` with the file's first `num_bytes` bytes; False if it ends early."""
     rest = [part for part in parts if part.nbytes]
     offset = 0
-    while rest:
+    while offset < num_bytes:
         num_read = os.preadv(file, rest, offset)
         if num_read == 0:
             return False

@@ -1,7 +1,8 @@
 """Writes blocks to a pool, batch by batch, in the caller's thread.
 
-A block is sealed with a header before it is sent. So a put that ends after the block's memory was reused
-stores a value that fails its check, not a wrong block. Blocks in registered memory aren't copied.
+A block is packed, if there is a codec, and sealed with a header before it is sent. So a put that ends after
+the block's memory was reused stores a value that fails its check, not a wrong block. Without a codec, blocks
+in registered memory aren't copied.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from functools import partial
 
 import numpy as np
 
+from stemma.memory.device.block_codec import BlockCodec
 from stemma.memory.tiers.block_store import BlockPut, PutResult
 from stemma.memory.tiers.device_block import BlockNotes
 from stemma.memory.tiers.pool.absent import AbsentKeys
 from stemma.memory.tiers.pool.backend import Parts
-from stemma.memory.tiers.pool.envelope import seal
+from stemma.memory.tiers.pool.envelope import HEADER_BYTES, seal
 from stemma.memory.tiers.pool.guard import Guard
 from stemma.memory.tiers.pool.keys import PoolKeys
 from stemma.memory.tiers.pool.reads import BATCH_BLOCKS
@@ -48,7 +50,9 @@ class Writer:
         staging: Staging,
         registered: RegisteredMemory,
         absent: AbsentKeys,
+        codec: BlockCodec | None,
     ) -> None:
+        self._codec = codec
         self._guard = guard
         self._names = names
         self._staging = staging
@@ -74,7 +78,7 @@ class Writer:
         """Seal the first few of `blocks`, or none; also return the function that frees their slots."""
         names = [self._names.own(block.key) for block in blocks]
         batch: list[_Write] = []
-        if all(self._registered.covers(block.data) for block in blocks):
+        if self._codec is None and all(self._registered.covers(block.data) for block in blocks):
             headers = self._staging.headers.take(len(blocks), self._guard.deadline_s)
             for block, name, header in zip(blocks, names, headers, strict=False):
                 seal(name, block.data, header, BlockNotes(block.hint, block.session))
@@ -82,9 +86,11 @@ class Writer:
             return batch, partial(self._staging.headers.free, headers)
         slots = self._staging.slots.take(len(blocks), self._guard.deadline_s)
         for block, name, slot in zip(blocks, names, slots, strict=False):
-            np.copyto(np.frombuffer(slot.payload, np.uint8), np.frombuffer(block.data, np.uint8))
-            seal(name, slot.payload, slot.header, BlockNotes(block.hint, block.session))
-            batch.append(_Write(block.key, name, (slot.whole,)))
+            data = (self._codec and self._codec.pack(block.data)) or block.data
+            payload = slot.payload[: data.nbytes]
+            np.copyto(np.frombuffer(payload, np.uint8), np.frombuffer(data, np.uint8))
+            seal(name, payload, slot.header, BlockNotes(block.hint, block.session))
+            batch.append(_Write(block.key, name, (slot.whole[: HEADER_BYTES + data.nbytes],)))
         return batch, partial(self._staging.slots.free, slots)
 
     def _store(self, batch: list[_Write], free: Callable[[], None]) -> tuple[list[PutResult], bool]:

@@ -1,0 +1,1 @@
+"""Receipts: signed statements of what a server computed, which anybody with the model can check."""
