@@ -139,7 +139,7 @@ def _cold(
         note = f"{a_token:.3f} ms a token, {1e3 * a_token / depth.whole:.1f} µs a layer of it"
         note += f", at least {1e3 * limit_s / length:.3f} ms"
         yield Row(f"cold prompt of {length:,}{depth}", seconds, limit_s, note)
-        parts.engine.flush_cache()
+        parts.engine.cache.flush()
     parts.engine.close()
 
 

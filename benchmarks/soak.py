@@ -150,7 +150,7 @@ class Soak:
 
     def flush(self) -> None:
         """Drop everything from device, host and disk."""
-        self.parts.engine.flush_cache()
+        self.parts.engine.cache.flush()
         self.cache.below.flush()
 
     def leftovers(self) -> list[str]:

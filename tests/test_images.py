@@ -122,8 +122,8 @@ def test_prometheus_scrapes_the_server_and_grafana_asks_prometheus(tmp_path: Pat
     assert source["isDefault"]
     [provider] = loaded(COMPOSE / "grafana" / "dashboards.yaml")["providers"]
     mounts = dict(volume.split(":")[:2] for volume in SERVICES["grafana"]["volumes"])
-    board = mounts["../monitoring/grafana-dashboard.json"]
-    assert Path(board).parent == Path(provider["options"]["path"])
+    boards = [mounts[f"../monitoring/grafana-{name}.json"] for name in ("dashboard", "fleet")]
+    assert {Path(board).parent for board in boards} == {Path(provider["options"]["path"])}
     if promtool := shutil.which("promtool"):
         for file in (COMPOSE / "prometheus.yml", MONITORING / "alerts.yml"):
             shutil.copy(file, tmp_path)

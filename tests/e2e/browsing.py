@@ -45,6 +45,18 @@ def is_problem(kind: str, text: str) -> bool:
     return kind in ("error", "warning") and not text.startswith("Canvas2D")
 
 
+needs_axe = pytest.mark.skipif(AXE is None, reason="needs axe-playwright-python")
+
+
+def axe_findings(page: Page) -> list[str]:
+    """Return what keeps people out of the page as it stands: the rule, and the first node that breaks it."""
+    assert AXE is not None
+    page.evaluate(AXE.read_text())
+    script = "axe.run().then((all) => all.violations.map((v) => `${v.id}: ${v.nodes[0].html}`))"
+    found: list[str] = page.evaluate(script)
+    return found
+
+
 def until(page: Page, expression: str) -> None:
     """Wait until an expression is true there; `wait_for_function` needs eval, which the page forbids."""
     wait_for(lambda: bool(page.evaluate(expression)), lambda: page.wait_for_timeout(50))

@@ -50,12 +50,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start_server(model: Path, **flags: object) -> tuple[Served, Callable[[], None]]:
-    """Start a server in this process; return it and how to stop it."""
+    """Start a server in this process, on any free port; return it and how to stop it."""
     given = {"model": model, "kv_cache_memory": "2MB", "block_size": BLOCK_SIZE, "num_threads": 1}
-    given |= {"load_when": "always", "prepare_turns": "off"} | flags
+    given |= {"load_when": "always", "prepare_turns": "off", "port": 0} | flags
     settings = load_settings(flags=given)
     engine = AsyncEngine.from_settings(settings.engine)
-    config = uvicorn.Config(create_app(engine, settings), host="127.0.0.1", port=0, log_level="warning")
+    app, port = create_app(engine, settings), settings.server.port
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

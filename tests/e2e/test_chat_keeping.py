@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.browsing import AXE, PHONE, needs_chromium, problems_of, until
+from tests.e2e.browsing import PHONE, axe_findings, needs_axe, needs_chromium, problems_of, until
 from tests.e2e.chatting import ScriptedModel, act, ask, open_chat, said, set_fields, settle, texts
 from tests.e2e.conftest import Served
 
@@ -363,7 +363,7 @@ def test_pictures_go_only_to_a_model_that_takes_them(page: Page, served: Served)
     assert problems_of(page) == []
 
 
-@pytest.mark.skipif(AXE is None, reason="needs axe-playwright-python")
+@needs_axe
 @pytest.mark.parametrize(
     ("scheme", "is_phone"),
     [
@@ -373,7 +373,6 @@ def test_pictures_go_only_to_a_model_that_takes_them(page: Page, served: Served)
     ],
 )
 def test_axe_finds_nothing(page: Page, served: Served, scheme: Any, is_phone: bool) -> None:
-    assert AXE is not None
     if is_phone:
         page.set_viewport_size(PHONE)
     page.emulate_media(color_scheme=scheme)
@@ -391,8 +390,6 @@ def test_axe_finds_nothing(page: Page, served: Served, scheme: Any, is_phone: bo
     ask(page, "third")
     if is_phone:
         page.click("#menu")
-    page.evaluate(AXE.read_text())
-    found = page.evaluate("axe.run().then((all) => all.violations.map((v) => `${v.id}: ${v.nodes[0].html}`))")
-    assert found == []
+    assert axe_findings(page) == []
     if is_phone:
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]

@@ -56,13 +56,14 @@ def test_it_shows_a_real_request_live_and_explains_it(page: Page, shown: Served)
     page.wait_for_selector("#hits .main-svg")
     for _ in range(2):
         made = ask(shown, BODY + "What else?")
-    row = page.locator(f"#ended button[data-request^='{made}']")
+    row = page.locator(f"#ended a[href*='{made}']")
     row.wait_for()
     row.click()
     until(page, "document.getElementById('why-body').textContent.includes('from device')")
     until(page, "document.getElementById('why').open")
     page.keyboard.press("Escape")
-    figure = "document.querySelector('[data-name=\"tokens not computed\"] dd').textContent"
+    until(page, "location.hash === ''")
+    figure = "document.getElementById('saved').textContent"
     before = page.evaluate(figure)
     ask(shown, BODY + "What else?")
     until(page, f"{figure} !== {before!r}")
@@ -167,7 +168,7 @@ def test_a_screen_reader_is_told_everything(page: Page, shown: Served) -> None:
     made = ask(shown, BODY + "Who reads aloud?")
     log_in(page, shown)
     page.wait_for_selector("#hits .main-svg")
-    page.locator(f"#ended button[data-request^='{made}']").wait_for()
+    page.locator(f"#ended a[href*='{made}']").wait_for()
     until(page, "document.getElementById('tree-size').textContent.includes('nodes')")
     until(page, "[...document.querySelectorAll('.chart')].every((c) => c.ariaLabel.includes(': '))")
     nodes = accessible_nodes(page)
@@ -177,7 +178,7 @@ def test_a_screen_reader_is_told_everything(page: Page, shown: Served) -> None:
     headings = [name_of(node) for node in nodes if role_of(node) == "heading"]
     assert {"The tree", "Last requests", "Tiers: fill"} <= set(headings)
     live = [node for node in nodes if role_of(node) == "status"]
-    assert len(live) >= 2  # the state of the connection, and the chosen node
+    assert len(live) >= 3  # the state of the connection, health, and the chosen node
     for node in live:
         properties = {one["name"]: one["value"].get("value") for one in node.get("properties", [])}
         assert properties.get("live") == "polite"
@@ -255,7 +256,7 @@ def test_the_files_are_open_and_what_they_show_is_not(shown: Served) -> None:
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "script-src 'self';" in policy
-    for name in ("style.css", "app.js", "tree.js", "charts.js", "feed.js", "explained.js", "plotly.js"):
+    for name in ("style.css", "app.js", "tree.js", "charts.js", "watch.js", "explained.js", "plotly.js"):
         file = httpx.get(f"{shown.url}/dashboard/{name}")
         assert file.status_code == 200
         assert file.headers["x-content-type-options"] == "nosniff"

@@ -7,26 +7,32 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import yaml
 
 from reference_pages import metrics
+from stemma.cli.ready_line import READY
 from stemma.server.door.keyfile import add_key
 from tests.e2e.conftest import start_server
 
 MONITORING = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
-DASHBOARD = json.loads((MONITORING / "grafana-dashboard.json").read_text())
+BOARDS: dict[str, dict[str, Any]] = {
+    name: json.loads((MONITORING / f"grafana-{name}.json").read_text()) for name in ("dashboard", "fleet")
+}
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
     reason="needs prometheus and promtool (Debian: apt-get install prometheus)",
 )
 START_S, PATIENCE_S = 30.0, 15.0
 KEY = "the-operator"
+ROUTE = (sys.executable, "-m", "stemma", "route", "--port", "0", "--admin-key", KEY, "--server")
 
 
 def free_port() -> int:
@@ -36,18 +42,20 @@ def free_port() -> int:
 
 
 def expressions() -> list[tuple[str, str]]:
-    """The queries of all panels with the dashboard's variables filled in."""
+    """The queries of all panels with the dashboards' variables filled in."""
     return [
         (panel["title"], target["expr"].replace("$__rate_interval", "10s").replace("$job", ".*"))
-        for panel in DASHBOARD["panels"]
+        for board in BOARDS.values()
+        for panel in board["panels"]
         for target in panel["targets"]
     ]
 
 
 @pytest.fixture(scope="module")
 def prometheus(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with every tier but the pool, traffic that overflows it, and a Prometheus that scrapes it."""
+    """A server with every tier but the pool, a router, traffic through both, a Prometheus that sees both."""
     folder = tmp_path_factory.mktemp("prometheus")
+    events = f"tcp://127.0.0.1:{free_port()}"
     ada = add_key(folder / "keys.toml", "ada")
     served, stop = start_server(
         tiny_model,
@@ -57,12 +65,17 @@ def prometheus(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         disk_cache_size="64MB",
         api_keys_file=folder / "keys.toml",
         admin_key=KEY,
+        kv_events=events,
     )
+    proxy = subprocess.Popen([*ROUTE, f"{served.url},events={events}"], stdout=subprocess.PIPE, text=True)
+    proxy_url = next(line for line in proxy.stdout or () if READY in line).split(READY)[1].split()[0]
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
     scrape = config["scrape_configs"][0]
     scrape["static_configs"] = [{"targets": [served.url.removeprefix("http://")]}]
     scrape["authorization"] = {"credentials": KEY}
+    targets = [{"targets": [proxy_url.removeprefix("http://")]}]
+    config["scrape_configs"].append({**scrape, "job_name": "stemma-router", "static_configs": targets})
     shutil.copy(MONITORING / "alerts.yml", folder)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     port = free_port()
@@ -79,12 +92,14 @@ def prometheus(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     url = f"http://127.0.0.1:{port}"
     try:
         # The first scrape comes some seconds after the start; rates need samples from before the traffic.
-        wait_until(lambda: 1.0 in values(url, "up"), (folder / "log").read_text)
+        wait_until(lambda: values(url, "up") == [1.0, 1.0], (folder / "log").read_text)
         send_traffic(served.url, ada)
+        send_traffic(proxy_url, ada, is_streamed=True)
         yield url
     finally:
-        process.terminate()
-        process.wait(20)
+        for one in (process, proxy):
+            one.terminate()
+            one.wait(20)
         stop()
 
 
@@ -100,14 +115,16 @@ def wait_until(is_so, explain) -> None:
     raise AssertionError(explain())
 
 
-def send_traffic(url: str, key: str) -> None:
+def send_traffic(url: str, key: str, *, is_streamed: bool = False) -> None:
     headers = {"authorization": f"Bearer {key}"}
     with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
         for turn in range(8):
             for reader in range(12):
                 prompt = f"Reader {reader} of the quiet library. " * 12 + f"Question {turn}?"
-                body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+                body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "stream": is_streamed}
                 assert client.post("/v1/completions", json=body).status_code == 200
+            refused = client.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": -1})
+            assert refused.status_code == 400
             time.sleep(0.25)
 
 
@@ -127,8 +144,8 @@ def test_every_panel_has_data(prometheus: str) -> None:
             if any(value == value for value in values(prometheus, expression)):  # NaN: nothing yet
                 del missing[title, expression]
         time.sleep(0.2)
-    health = httpx.get(f"{prometheus}/api/v1/targets").json()["data"]["activeTargets"][0]
-    assert not missing, (health["lastError"], missing)
+    targets = httpx.get(f"{prometheus}/api/v1/targets").json()["data"]["activeTargets"]
+    assert not missing, ([one["lastError"] for one in targets], missing)
     (up,) = values(prometheus, 'up{job="stemma"}')
     assert up == 1.0
     assert values(prometheus, 'sum(rate(stemma_cached_tokens_total{tier="disk"}[1m]))')[0] > 0.0
@@ -155,17 +172,19 @@ UNITS = {"percentunit", "percent", "s", "ms", "bytes", "decbytes", "Bps", "short
 """Ids of Grafana's units."""
 
 
-def test_the_dashboard_keeps_grafanas_rules() -> None:
-    """What Grafana's published JSON model asks for. The file has never been loaded in a Grafana."""
-    variables = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
+@pytest.mark.parametrize("name", BOARDS)
+def test_the_dashboards_keep_grafanas_rules(name: str) -> None:
+    """What Grafana's published JSON model asks for. The files have never been loaded in a Grafana."""
+    board = BOARDS[name]
+    variables = {one["name"]: one for one in board["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource"
     assert variables["datasource"]["query"] == "prometheus"
     source = {"type": "prometheus", "uid": "${datasource}"}
     assert variables["job"]["datasource"] == source
-    assert isinstance(DASHBOARD["schemaVersion"], int)
-    assert re.fullmatch(r"[A-Za-z0-9_-]{1,40}", DASHBOARD["uid"])
-    assert DASHBOARD.get("id") is None  # an import must not name a row of somebody else's database
-    panels = DASHBOARD["panels"]
+    assert isinstance(board["schemaVersion"], int)
+    assert re.fullmatch(r"[A-Za-z0-9_-]{1,40}", board["uid"])
+    assert board.get("id") is None  # an import must not name a row of somebody else's database
+    panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
     for panel in panels:

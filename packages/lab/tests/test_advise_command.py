@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from stemma.cli import make_app
 from stemma.errors import ConfigError
-from stemma_lab.commands.advise import from_server
+from stemma_lab.served_advice import from_server
 
 SAMPLE = Path(__file__).parent / "data" / "mooncake_conversation_head.jsonl"
 

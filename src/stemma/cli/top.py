@@ -11,7 +11,7 @@ import tty
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import typer
@@ -134,7 +134,7 @@ class TopView:
         ratio = self._total_ratio()
         head = Text.assemble(
             (visible(now["model"]), "bold"),
-            f"  up {_span(now['time'] - now['started_at'])}  "
+            f"  up {timedelta(seconds=int(now['time'] - now['started_at']))}  "
             f"{datetime.fromtimestamp(now['time']):%H:%M:%S}\n",
             f"running {engine['num_running']}  waiting {engine['num_waiting']}  "
             f"prompt {self._rate('num_prompt_tokens'):,.0f} tok/s  "
@@ -260,9 +260,3 @@ def _table(*columns: str) -> Table:
 def _bar(share: float, style: str, width: int = _BAR_CHARS) -> Text:
     filled = round(min(1.0, max(0.0, share)) * width)
     return Text.assemble(("█" * filled, style), ("░" * (width - filled), "dim"))
-
-
-def _span(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -248,3 +248,5 @@ class EngineStats:
     """Images whose vectors were kept from before, where their KV wasn't."""
     image_cache_bytes: int = 0
     """Memory of the vectors that are kept."""
+    prefill_s_per_token: float | None = None
+    """As `EngineLoad` has it."""

@@ -43,11 +43,11 @@ from stemma.server.operator import (
     lora_adapters,
     management,
 )
-from stemma.server.operator.dashboard import live, pages, tree
+from stemma.server.operator.dashboard import live, tree
 from stemma.server.parts import close_parts, put_parts, running
 from stemma.server.routes import tell_refusal, without_audience
 from stemma.server.transport.headers import Entrance
-from stemma.server.web import pages as web_pages
+from stemma.server.web import pages
 
 ROUTERS = (
     document_router,
@@ -68,7 +68,6 @@ ROUTERS = (
     live.router,
     tree.router,
     pages.router,
-    web_pages.router,
     admin_divergences.router,
     admin_pool.router,
     lora_adapters.router,

@@ -59,7 +59,7 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
     joiner = None if history is None else history.joiner
     state.intake = intake = Intake(engine, settings, admission, joiner, has_tenants=access.keys is not None)
     state.instruments = instruments = _instruments(settings, engine, metrics, intake)
-    state.refusals = Refusals(logs=server.log_requests)
+    state.refusals = Refusals(instruments.watches.lately, logs=server.log_requests)
     metrics.register(state.refusals)
     quotas = CacheQuotas(access.keys, engine)
     state.turns = turns = TurnPreparer(engine, settings, lifecycle)

@@ -93,7 +93,7 @@ def test_the_text_is_that_of_one_process_and_hits_have_its_bits(llm: LLM, model:
 def test_states_come_back_from_lower_tiers_on_all_ranks(llm: LLM) -> None:
     expected = bits(llm.generate(PROMPT, GREEDY)[0])
     assert llm.engine.cache.below.drain(20.0)
-    llm.engine.flush_cache()
+    llm.engine.cache.flush()
     found = llm.generate(PROMPT, GREEDY)[0]
     assert found.cache.num_cached_tokens == CHECKPOINT
     assert found.cache.cached_by_tier.get(Tier.DEVICE, 0) == 0

@@ -39,7 +39,7 @@ RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
 def after_flush(llm: LLM) -> Generation:
     """Answer a prompt that no tier of the engine has, the pool perhaps."""
     assert llm.engine.cache.below.drain(20.0)
-    llm.engine.flush_cache()
+    llm.engine.cache.flush()
     llm.engine.cache.below.flush()
     return llm.generate(LONG, GREEDY)[0]
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 
 from stemma.told import Told, ToldLoad
-from stemma_router.cluster.fleet import Fleet, FleetMember, Outcome, Try
+from stemma_router.cluster.fleet import Fleet, Try
 from stemma_router.cluster.health import Check, Standing
+from stemma_router.cluster.member import FleetMember, Outcome
 from stemma_router.cluster.routers import CacheAware, LeastLoaded, Rendezvous, RoundRobin, RoutedRequest
 from stemma_router.cluster.tries import Tries
 

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from stemma_router.cluster.health import Check, HealthPolicy, ServerHealth, Standing
+from stemma_router.cluster.health import Cause, Check, HealthPolicy, ServerHealth, Standing
 from stemma_router.cluster.prefill_speed import PrefillSpeed
 from stemma_router.cluster.retry_budget import RetryBudget
 
@@ -123,6 +123,33 @@ def test_what_was_the_requests_own_fault_is_taken_back() -> None:
     for _ in range(20):
         health.pardon(health.fail())
     assert standing(health) is Standing.HEALTHY
+
+
+def test_each_ejection_and_return_says_why() -> None:
+    clock, notes = Clock(), []
+    health = ServerHealth(POLICY, clock, lambda what, why: notes.append((what, why)))
+    for _ in range(3):
+        health.fail("unsent")
+    clock.now += 10
+    health.fail("late", is_probe=health.begin())
+    clock.now += 20
+    health.succeed(is_probe=health.begin())
+    for one in (Check.SILENT, Check.SILENT, Check.SERVES, Check.REFUSES, Check.SERVES):
+        health.check(one)
+    for kind in "good", "bad", "good", "bad":
+        health.succeed() if kind == "good" else health.fail("failed")
+    assert notes == [
+        ("ejected", "3 failures in a row, the last: unsent; for 10 s"),
+        ("ejected", "the request that tried it: late; for 20 s"),
+        ("back", "a request that tried it succeeded"),
+        ("down", "no answer to a check"),
+        ("up", "it answers checks again"),
+        ("down", "it says that it takes no requests"),
+        ("up", "it answers checks again"),
+        ("ejected", "half of its latest requests failed, the last: failed; for 40 s"),
+    ]
+    assert health.ejections == {Cause.IN_A_ROW: 1, Cause.PROBE: 1, Cause.OFTEN: 1}
+    assert health.ejected_for_s == 40
 
 
 def test_only_silence_loses_what_a_server_had() -> None:

@@ -47,8 +47,14 @@ def states(url: str) -> dict[str, str]:
     return {card["id"]: card["state"] for card in httpx.get(f"{url}/v1/models").json()["data"]}
 
 
+def modalities(url: str) -> dict[str, list[str] | None]:
+    cards = httpx.get(f"{url}/v1/models").json()["data"]
+    return {card["id"]: card.get("input_modalities") for card in cards}
+
+
 def test_models_come_and_go_and_find_their_prefixes_again(url: str) -> None:
     assert states(url) == {"one": "unloaded", "second": "unloaded", "gpt-4o": "unloaded"}
+    assert modalities(url) == {"one": None, "second": None, "gpt-4o": None}, "nobody was asked yet"
     first = ask(url, "one").json()
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
@@ -64,6 +70,7 @@ def test_models_come_and_go_and_find_their_prefixes_again(url: str) -> None:
     assert again["choices"][0]["text"] == first["choices"][0]["text"]
     assert again["usage"]["stemma"]["cached_tokens_by_tier"]["disk"] > 0
     assert states(url) == {"one": "loaded", "second": "unloaded", "gpt-4o": "loaded"}
+    assert modalities(url) == {"one": ["text"], "second": ["text"], "gpt-4o": ["text"]}, "kept once told"
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_the_follower_believes_what_the_cache_holds(harness, index: str) -> None
             longer = np.append(one, 0)  # the last token of a prompt never counts as cached
             cached = min(len(one), engine.cache.match(DEFAULT_NAMESPACE, longer)) // 8
             assert holdings.depths(chain_of(one, 8), 1) == [cached]
-    engine.engine.flush_cache()
+    engine.engine.cache.flush()
     assert holdings.num_ids == 0
 
 
@@ -101,7 +101,7 @@ def test_a_follower_knows_how_deep_prompts_resume(family: str, tmp_path: Path) -
             depths.add(found)
     assert len(depths) > 3
     assert all(depth * 16 % 64 == 0 for depth in depths)
-    llm.engine.flush_cache()
+    llm.engine.cache.flush()
     assert holdings.num_ids == 0
     llm.close()
 

@@ -366,10 +366,6 @@ class Engine:
         self._returns.conclude(namespace, tokens, conclusion)
         self._tally.conclude(namespace, tokens, conclusion)
 
-    def flush_cache(self) -> int:
-        """Drop every block that no request uses; return how many."""
-        return self.cache.flush()
-
     def draw_tree(self, tokenizer: Tokenizer, max_tokens: int = 24) -> str:
         """Return the prefix index as an indented drawing, with about `max_tokens` tokens of text an edge."""
         if self.cache.index is None:
@@ -412,6 +408,7 @@ class Engine:
             num_encoded_images=images.num_encoded,
             num_reused_images=images.num_reused,
             image_cache_bytes=images.cached_bytes,
+            prefill_s_per_token=self._scheduler.step_tokens.token_s,
         )
 
     def load(self) -> EngineLoad:

@@ -23,7 +23,7 @@ export class Charts {
       });
       this.isReady = true;
     } catch (problem) {
-      for (const part of document.querySelectorAll(".chart")) part.textContent = problem.message;
+      document.getElementById("charts").textContent = problem.message;
     }
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }

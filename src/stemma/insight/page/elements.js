@@ -1,11 +1,33 @@
 // Nodes are made by name and filled with text: nothing that a model or a user wrote is ever read as HTML.
 export const $ = (id) => document.getElementById(id);
-export const number = (n) => n.toLocaleString("en");
+export const number = (n) => n.toLocaleString("en", { maximumFractionDigits: 0 });
+export const percent = (part, whole) => `${(100 * part / Math.max(1, whole)).toFixed(1)} %`;
+
+export function span(seconds) {
+  if (seconds < 1) return `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)} ms`;
+  if (seconds < 120) return `${seconds.toFixed(1)} s`;
+  if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
+  return seconds < 172_800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86_400)} days`;
+}
 
 export function make(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
   for (const child of children.flat()) made.append(child); // one by one: there may be more than a call takes
   return made;
+}
+
+// Rows of a table, each a list of texts or nodes.
+export function rowsOf(rows) {
+  return rows.map((cells) => make("tr", {}, cells.map((cell) => make("td", {}, cell))));
+}
+
+// A bar of parts [[name, count], ...], each in the colour of its name. Words beside it say the same.
+export function bar(parts, total) {
+  return make("div", { className: "bar", ariaHidden: "true" }, parts.map(([tier, count]) => {
+    const part = make("i", { className: tier });
+    part.style.width = `${100 * count / total}%`;
+    return part;
+  }));
 }
 
 export function button(label, act, properties = {}) {

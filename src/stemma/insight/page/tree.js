@@ -1,5 +1,7 @@
 // The prefix tree as an icicle on a canvas: a node's width is the tokens of its subtree, its row is its depth.
 // Only what is at least half a pixel wide is drawn, so ten thousand nodes cost what the screen can show.
+import { span } from "/dashboard/elements.js";
+
 const ROW = 26, MIN_PX = 0.5, MIN_TEXT_PX = 48, ZOOM_MS = 220, HOUR_S = 3600;
 
 export class Tree {
@@ -256,11 +258,4 @@ function pattern(pen, below, left, y, w, writing) {
     for (let x = left; x < left + w - 5; x += 8) { pen.moveTo(x, y + 5); pen.lineTo(x + 5, y); }
     pen.stroke();
   }
-}
-
-export function span(seconds) {
-  if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
-  if (seconds < 120) return `${Math.round(seconds)} s`;
-  if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
-  return `${Math.round(seconds / 3600)} h`;
 }

@@ -41,6 +41,7 @@ _GAUGES: tuple[tuple[str, str, str], ...] = (
         "States of recurrent layers and windows of KV that are kept for later prompts",
         "num_checkpoints",
     ),
+    ("stemma_prefill_seconds_per_token", "Measured cost of a prompt token", "prefill_s_per_token"),
 )
 """Name, help and field of `EngineStats`."""
 _COUNTERS: tuple[tuple[str, str, str], ...] = (

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 
 from stemma.errors import EngineFailed, GenerationFailed, InvalidRequest, StemmaError
+from stemma.insight.lately import Lately
 from stemma.server.door.caller import caller
 from stemma.server.observe.request_log import log_refusal
 
@@ -67,9 +68,9 @@ class Refusal:
 class Refusals(Collector):
     """Of one server. Used on the event loop but for `collect`."""
 
-    def __init__(self, *, logs: bool) -> None:
+    def __init__(self, lately: Lately, *, logs: bool) -> None:
         """`logs`: each is a line of the request log."""
-        self._logs = logs
+        self._logs, self._lately = logs, lately
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
         self._last: deque[Refusal] = deque(maxlen=MAX_REFUSALS)
@@ -80,6 +81,7 @@ class Refusals(Collector):
             return
         refusal = Refusal.of(request, error, route, status)
         self._last.append(refusal)
+        self._lately.count("refused", refusal.tenant, refusal.reason)
         with self._lock:
             self._counts[route, refusal.reason] += 1
         if self._logs and not caller().is_logged:

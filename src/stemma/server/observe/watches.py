@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stemma.engine.api import CacheReport, GenerationRequest
+from stemma.insight.lately import Lately
 from stemma.server.observe.collected import Collected, TurnObserver
 from stemma.server.observe.metrics import ServerMetrics, cached_share
 from stemma.types import FinishReason
@@ -72,6 +73,7 @@ class Watches:
         """`wall` gives seconds since 1970."""
         self.metrics = metrics
         self.wall = wall
+        self.lately = Lately()
         self.observers: list[Observer] = []
         self.capture: Callable[[], object] = lambda: None
         """Returns the trace context that a request arrives in."""
@@ -126,6 +128,10 @@ class RequestWatch(TurnObserver):
         self.so_far = so_far
         owner, cache = self.request.namespace.owner, so_far.cache
         self._metrics.started(owner, cache)
+        lately = self._watches.lately
+        lately.count("prompt", amount=cache.num_prompt_tokens)
+        for tier, count in cache.cached_by_tier.items():
+            lately.count("cached", tier.value, amount=count)
         sums = self._watches.tenants.setdefault(owner, TenantSums())
         sums.requests += 1
         sums.prompt_tokens += cache.num_prompt_tokens
@@ -136,6 +142,7 @@ class RequestWatch(TurnObserver):
         self._first = self._metrics.clock()
         first_token_s = self._first - self._arrived
         self._metrics.ttft.observe(first_token_s)
+        self._watches.lately.time("first_token", first_token_s)
         self._metrics.ttft_by_share.labels(cached_share(so_far.cache)).observe(first_token_s)
         self._metrics.queue_wait.observe(so_far.queue_wait_s)
         self._metrics.prefill.observe(max(0.0, first_token_s - so_far.queue_wait_s))
@@ -144,6 +151,7 @@ class RequestWatch(TurnObserver):
         """Record how it ended."""
         metrics, started = self._metrics, self.so_far is not None
         metrics.requests.labels(self.api, outcome).inc()
+        self._watches.lately.count("ended", outcome)
         now = metrics.clock()
         reasons = [one.finish_reason for one in so_far.sequences]
         for reason in reasons:
@@ -184,4 +192,5 @@ class RequestWatch(TurnObserver):
             if answer.num_generated_tokens > 1:
                 gap_s = (now - self._first) / (answer.num_generated_tokens - 1)
                 metrics.tpot.observe(gap_s)
+                self._watches.lately.time("token", gap_s)
                 metrics.gap.observe(gap_s)

@@ -45,7 +45,7 @@ async def divergences_as_json(context: OperatorContext, window_s: float) -> dict
         report = await asyncio.to_thread(
             find_divergences, snapshot, decode, cache_shape(context, stats), since=since
         )
-        return await asyncio.to_thread(_as_json, context, report, prefill_s_per_token(context, stats))
+        return await asyncio.to_thread(_as_json, context, report, stats.prefill_s_per_token)
 
 
 def cache_shape(context: OperatorContext, stats: EngineStats) -> CacheShape:
@@ -54,12 +54,6 @@ def cache_shape(context: OperatorContext, stats: EngineStats) -> CacheShape:
     lower = [] if stats.transfer is None else list(stats.transfer.tiers.values())
     capacity = stats.num_blocks + sum(tier.capacity_blocks or 0 for tier in lower)
     return CacheShape(cache.block_size, capacity, cache.eviction)
-
-
-def prefill_s_per_token(context: OperatorContext, stats: EngineStats) -> float | None:
-    """Return the measured seconds to compute a prompt token; None before any was measured."""
-    per_block = None if stats.transfer is None else stats.transfer.compute_s_per_block
-    return None if per_block is None else per_block / context.settings.engine.cache.block_size
 
 
 def _decode(context: OperatorContext) -> Any:

@@ -1,8 +1,13 @@
-"""The chat at `/` and the API's description at `/docs`. Their files hold no data and need no key."""
+"""The chat at `/`, the API's description at `/docs`, the operator's page at `/dashboard`.
+
+Their files hold no data and need no key; what they ask for does. A key is typed into the page, kept for the
+tab (`sessionStorage`) and sent as ``Authorization`` by `fetch`: no cookie that another site could use.
+"""
 
 from __future__ import annotations
 
 from importlib.resources import files
+from importlib.util import find_spec
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,12 +18,21 @@ from stemma.server.routes import PUBLIC, Router
 from stemma.server.web.assets import asset
 
 router = Router(openai_error)
-_PAGES = "stemma.insight.page"
+PAGES = "stemma.insight.page"
 _SWAGGER = "fastapi_offline"
+SHARED = ("style.css", "elements.js", "explained.js", "http.js", "watch.js", "glance.js")
+"""Files of several pages; those of routers take them too."""
+_DASHBOARD = ("app.js", "charts.js", "requests.js", "tree.js", "tree_list.js")
+NO_PLOTLY = "charts need plotly: pip install 'stemma-llm[dashboard]'"
 _FILES = {
-    **{f"/chat/{one.name}": (_PAGES, f"chat/{one.name}") for one in files(_PAGES).joinpath("chat").iterdir()},
-    **{f"/chat/{name}": (_PAGES, name) for name in ("style.css", "elements.js", "explained.js")},
-    "/docs/docs.js": (_PAGES, "docs.js"),
+    "/": (PAGES, "chat/chat.html"),
+    "/docs": (PAGES, "docs.html"),
+    "/dashboard": (PAGES, "index.html"),
+    **{f"/chat/{one.name}": (PAGES, f"chat/{one.name}") for one in files(PAGES).joinpath("chat").iterdir()},
+    **{f"/chat/{name}": (PAGES, name) for name in SHARED},
+    **{f"/dashboard/{name}": (PAGES, name) for name in (*SHARED, *_DASHBOARD)},
+    "/dashboard/plotly.js": ("plotly.package_data", "plotly.min.js"),
+    "/docs/docs.js": (PAGES, "docs.js"),
     "/docs/swagger-ui.js": (_SWAGGER, "static/swagger-ui-bundle.js"),
     "/docs/swagger-ui.css": (_SWAGGER, "static/swagger-ui.css"),
 }
@@ -26,22 +40,16 @@ _FILES = {
 
 
 @router.get("/", PUBLIC, sends=("text/html",))
-async def chat_page(request: Request) -> Response:
-    """A page to chat on, which shows what each turn reused."""
-    return asset(_PAGES, "chat/chat.html")
-
-
 @router.get("/docs", PUBLIC, sends=("text/html",))
-async def docs_page(request: Request) -> Response:
-    """The API's description, to read and to try; nothing in it comes from another host."""
-    return asset(_PAGES, "docs.html")
-
-
+@router.get("/dashboard", PUBLIC, sends=("text/html",))
 @router.get("/chat/{name}", PUBLIC, sends=("text/css", "text/javascript"))
 @router.get("/docs/{name}", PUBLIC, sends=("text/css", "text/javascript"))
-async def page_file(request: Request, name: str) -> Response:
-    """Their styles and scripts."""
-    found = _FILES.get(request.url.path)
-    if found is None:
+@router.get("/dashboard/{name}", PUBLIC, sends=("text/css", "text/javascript"))
+async def page_or_file(request: Request) -> Response:
+    """A page, its style or a script of it; plotly's is in a package that may be missing."""
+    path = request.url.path
+    if (found := _FILES.get(path)) is None:
         raise NotFound("no such file of a page")
+    if path.endswith("/plotly.js") and find_spec("plotly") is None:
+        raise NotFound(NO_PLOTLY)
     return asset(*found)

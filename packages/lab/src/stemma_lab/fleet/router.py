@@ -15,9 +15,10 @@ from stemma.told import NOTHING, Told
 from stemma_lab.fleet.caches import CacheChange
 from stemma_lab.fleet.servers import SimulatedServer
 from stemma_lab.fleet.traffic import names_of
-from stemma_router.cluster.fleet import Fleet, FleetMember, Outcome, Try
+from stemma_router.cluster.fleet import Fleet, Try
 from stemma_router.cluster.health import Check
 from stemma_router.cluster.holdings import Holdings
+from stemma_router.cluster.member import FleetMember, Outcome
 from stemma_router.cluster.routers import ROUTERS, RoutedRequest
 from stemma_router.events.follower import EventFollower
 from stemma_router.kv_events.schema import AllBlocksCleared, BlocksHeld

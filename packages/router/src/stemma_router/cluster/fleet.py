@@ -12,88 +12,33 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Literal
 
 import xxhash
 
+from stemma.insight.lately import Lately
 from stemma.told import NOTHING, Told
 from stemma_router.cluster.answer_limit import answer_limit_s
 from stemma_router.cluster.cost import seats_of
-from stemma_router.cluster.health import Check, HealthPolicy, ServerHealth, Standing
+from stemma_router.cluster.health import Cause, Check, HealthPolicy, ServerHealth
 from stemma_router.cluster.holdings import Holdings
+from stemma_router.cluster.member import AGAINST, ASKED, FleetEvent, FleetMember, Outcome, reserve_of
 from stemma_router.cluster.pace import Measure, Pace, prefill_units, whole_units
 from stemma_router.cluster.prefill_speed import PrefillSpeed
 from stemma_router.cluster.retry_budget import RetryBudget
 from stemma_router.cluster.routers import Placement, Placements, ReplicaLoad, ReplicaRouter, RoutedRequest
-from stemma_router.cluster.waits import Waits
 
 _CROWD = 4
 """A server that tells no seats is taken to have as many as twice the requests of the others' median, and so
 many more."""
-
-
-class Outcome(StrEnum):
-    """How a try ended."""
-
-    ANSWERED = "answered"
-    """With an answer that is the client's, errors of its own included."""
-    UNSENT = "unsent"
-    """The server couldn't be reached."""
-    BUSY = "busy"
-    """It drains or is overloaded (503): it didn't begin."""
-    REFUSED = "refused"
-    """It takes no more of this client's (429), or doesn't know its key (401, 403)."""
-    ELSEWHERE = "elsewhere"
-    """It hasn't what the request names; another one may."""
-    FAILED = "failed"
-    """An error of the server, or no answer at all: 500, a reset, garbage, an empty body."""
-    LATE = "late"
-    """No first byte in time."""
-    LOST = "lost"
-    """Checks found the server down meanwhile."""
-    BROKEN = "broken"
-    """It failed after its first byte."""
-    LEFT = "left"
-    """The client left."""
-
-
-_AGAINST = (Outcome.UNSENT, Outcome.FAILED, Outcome.LATE, Outcome.LOST, Outcome.BROKEN)
-"""Outcomes that count against a server."""
-
-
-@dataclass(eq=False, slots=True)
-class FleetMember:
-    """One server of a fleet. Its fields are for reading; `Fleet` changes them."""
-
-    url: str
-    place: int
-    """Number of its load and its holdings."""
-    health: ServerHealth
-    budget: RetryBudget
-    speed: PrefillSpeed = field(default_factory=PrefillSpeed)
-    pace: Pace = field(default_factory=Pace)
-    """Of answers that didn't wait in a queue."""
-    told: Told = NOTHING
-    """What it told last with checks."""
-    under_way: dict[Try, None] = field(default_factory=dict)
-    first_bytes: Waits = field(default_factory=Waits)
-    outcomes: Counter[Outcome] = field(default_factory=Counter)
-    num_retries: int = 0
-    """Requests that it got after another server."""
-    busy_until: float = 0.0
-    is_leaving: bool = False
-    """It was taken from the fleet, and ends what it has."""
+MAX_EVENTS = 200
 
 
 class Fleet:
     """The servers, and the requests under way. For one event loop."""
-
-    ASKED: ClassVar = (Standing.HEALTHY, Standing.HALF_OPEN)
-    """Servers of this standing get requests; the others only if there are none."""
 
     def __init__(
         self,
@@ -109,8 +54,9 @@ class Fleet:
         self.placements = Placements(router, 0, holdings, has_events=has_events)
         self.num_lost_retries = 0
         """Requests that weren't sent again since no server had budget left."""
-        self.num_predicted_tokens = 0
-        """Prompt tokens that servers were expected to have cached, of requests that they answered."""
+        self.lately = Lately()
+        self.events: deque[FleetEvent] = deque(maxlen=MAX_EVENTS)
+        """What became of servers, the oldest first."""
         self._policy = policy or HealthPolicy()
         self._clock = clock
         self._members: dict[str, FleetMember] = {}
@@ -126,17 +72,17 @@ class Fleet:
     def urls(self) -> tuple[str, ...]:
         """All servers, those first that can be asked now."""
         now = self._clock()
-        return tuple(one.url for one in sorted(self.members, key=lambda one: _reserve_of(one, now)))
+        return tuple(one.url for one in sorted(self.members, key=lambda one: reserve_of(one, now)))
 
     @property
     def is_up(self) -> bool:
         """Whether any server can be asked now."""
-        return any(one.health.standing in Fleet.ASKED for one in self.members)
+        return any(one.health.standing in ASKED for one in self.members)
 
     def least_busy(self) -> str | None:
         """Return the server with the fewest requests of those that can be asked now; None: there is none."""
         order = {url: place for place, url in enumerate(self.urls)}
-        asked = [one for one in self.members if one.health.standing in Fleet.ASKED] or self.members
+        asked = [one for one in self.members if one.health.standing in ASKED] or self.members
         best = min(asked, key=lambda one: (self.load(one).num_requests, order[one.url]), default=None)
         return None if best is None else best.url
 
@@ -148,6 +94,10 @@ class Fleet:
         """Return the work that was sent to a server and isn't done."""
         return self.placements.loads[member.place]
 
+    def age_s(self, member: FleetMember) -> float | None:
+        """Return how old is what a server told last; None: it never answered a check."""
+        return None if member.heard_at is None else self._clock() - member.heard_at
+
     def set_servers(self, urls: Iterable[str]) -> None:
         """Make these the servers. New ones are taken up; missing ones get no more requests and then leave."""
         wanted = dict.fromkeys(urls)
@@ -157,6 +107,8 @@ class Fleet:
             self._members[url].is_leaving = self._members[url].health.is_draining = False
         for member in self.members:
             if member.url not in wanted:
+                if not member.is_leaving:
+                    self._note(member.url, "leaving", "it isn't in the list any more")
                 self.drain(member.url)
                 member.is_leaving = True
                 self._leave_if_done(member)
@@ -174,6 +126,8 @@ class Fleet:
         member = self._members.get(url)
         if member is None:
             return
+        if found is not Check.SILENT:
+            member.heard_at = self._clock()
         member.told = member.told.model_copy(update={n: v for n, v in told if v is not None})
         if told.load is not None:
             self.load(member).note_told(told.load)
@@ -194,7 +148,7 @@ class Fleet:
         now = self._clock()
         by_place = {one.place: one for one in members}
         ordered = [by_place[place] for place in self.placements.order(ask, list(by_place))]
-        return sorted(ordered, key=lambda one: _reserve_of(one, now))  # keeps the router's order of equals
+        return sorted(ordered, key=lambda one: reserve_of(one, now))  # keeps the router's order of equals
 
     # -- what tries tell ------------------------------------------------------------------------------------
 
@@ -217,7 +171,7 @@ class Fleet:
         num_tokens = self.load(member).num_tokens
         one = Try(self, member, placement, num_tokens, self._clock(), member.health.begin(), is_streamed)
         one.crowding = crowding
-        one.num_predicted = ask.num_tokens - placement.num_missing
+        one.num_prompt, one.num_predicted = ask.num_tokens, ask.num_tokens - placement.num_missing
         if is_optional:
             one.is_optional = True
             one.limit_s = member.speed.optional_limit_s(num_tokens)
@@ -241,6 +195,8 @@ class Fleet:
         is_slow = False
         if one.is_streamed:
             member.first_bytes.observe(seconds)
+            member.latest_first_byte.observe(seconds)
+            self.lately.time("first_byte", seconds)
             member.speed.observe(one.num_tokens, seconds)
             if one.crowding <= 1.0:
                 is_slow = self._measure(one, "prefill", prefill_units(one.num_tokens), seconds)
@@ -255,22 +211,32 @@ class Fleet:
         Behind a queue it takes as many times longer as there are requests for each seat.
         """
         if not one.is_streamed:
-            units = whole_units(one.num_missing, num_output)
-            self._measure(one, "whole", units, (self._clock() - one.begun_at) / max(1.0, one.crowding))
+            units, seconds = whole_units(one.num_missing, num_output), self._clock() - one.begun_at
+            self.lately.time("whole", seconds)
+            self._measure(one, "whole", units, seconds / max(1.0, one.crowding))
+
+    def note_delivered(self, one: Try, num_tokens: int) -> None:
+        """Count prompt tokens that a server says it had cached."""
+        one.member.num_delivered_tokens += num_tokens
+        self.lately.count("delivered", amount=num_tokens)
 
     def end(self, one: Try, outcome: Outcome, retry_after_s: float) -> int:
         """Count the outcome of a try; return the number of its failure, for `pardon`, or 0."""
         member, failure = one.member, 0
         del member.under_way[one]
         member.outcomes[outcome] += 1
+        self.lately.count("tries", outcome.value)
         self.placements.end(one.placement)
         if outcome is Outcome.LATE and one.is_optional:
             # Else one that became slower would always be given up, and never be measured again.
             member.speed.note_late()
-        if outcome in _AGAINST:
-            failure = member.health.fail(is_probe=one.is_probe)
+        if outcome in AGAINST:
+            failure = member.health.fail(outcome.value, is_probe=one.is_probe)
         elif outcome is Outcome.ANSWERED:
-            self.num_predicted_tokens += one.num_predicted
+            member.num_prompt_tokens += one.num_prompt
+            member.num_predicted_tokens += one.num_predicted
+            self.lately.count("prompt", amount=one.num_prompt)
+            self.lately.count("predicted", amount=one.num_predicted)
             member.health.succeed(is_probe=one.is_probe)
         elif one.is_probe:
             member.health.withdraw()
@@ -290,9 +256,9 @@ class Fleet:
         others = [getattr(other.pace, kind).mean_s for other in self.members if other is not member]
         if not measure.is_slow(each_s if one.is_probe else measure.mean_s, others):
             return False
-        one.is_probe = False
+        cause, one.is_probe = Cause.PROBE if one.is_probe else Cause.SLOW, False
         member.speed, member.pace = PrefillSpeed(), Pace()
-        member.health.eject()
+        member.health.eject(cause, "several times as slow as the others")
         return True
 
     def _crowding(self, member: FleetMember) -> float:
@@ -311,7 +277,12 @@ class Fleet:
             self.placements.loads[place] = ReplicaLoad(number=number)
         else:
             place = self.placements.add_replica(number)
-        return FleetMember(url, place, ServerHealth(self._policy, self._clock), RetryBudget(self._clock))
+        self._note(url, "joined", "it is in the list")
+        health = ServerHealth(self._policy, self._clock, partial(self._note, url))
+        return FleetMember(url, place, health, RetryBudget(self._clock))
+
+    def _note(self, url: str, what: str, why: str) -> None:
+        self.events.append(FleetEvent(time.time(), url, what, why))
 
     def _leave_if_done(self, member: FleetMember) -> None:
         if member.is_leaving and not member.under_way and member.url in self._members:
@@ -349,6 +320,7 @@ class Try:
         self.is_optional = False
         self.crowding = 0.0
         """Requests that the server had for each seat; above 1, others had to end first."""
+        self.num_prompt = 0
         self.num_predicted = 0
         """Prompt tokens that the server is expected to have cached."""
         self.outcome: Outcome | None = None
@@ -364,6 +336,10 @@ class Try:
         """The answer begins: the request isn't sent again. A second call does nothing."""
         self._fleet.note_first_byte(self)
 
+    def delivered(self, num_tokens: int) -> None:
+        """The server says that it had so many of the prompt's tokens cached."""
+        self._fleet.note_delivered(self, num_tokens)
+
     def whole(self, num_output: int) -> None:
         """A whole answer of so many tokens is here; `end` follows."""
         self._fleet.note_whole(self, num_output)
@@ -373,11 +349,3 @@ class Try:
         if self.outcome is None:
             self.outcome = outcome
             self.failure = self._fleet.end(self, outcome, retry_after_s)
-
-
-def _reserve_of(member: FleetMember, now: float) -> int:
-    """Return how late a server is asked: 0 for all that may be asked now."""
-    standing = member.health.standing
-    if standing in Fleet.ASKED:
-        return 1 if member.busy_until > now else 0
-    return {Standing.EJECTED: 2, Standing.DOWN: 3, Standing.DRAINING: 4}[standing]

@@ -7,7 +7,7 @@ it for twice as long. Checks (`/health`) say apart from that whether it answers 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +24,19 @@ class Standing(StrEnum):
     """Checks find no answer, or one that says that it doesn't serve."""
     DRAINING = "draining"
     """It ends what it has."""
+
+
+class Cause(StrEnum):
+    """Why a server was ejected."""
+
+    IN_A_ROW = "in_a_row"
+    """It failed several times in a row."""
+    OFTEN = "often"
+    """It failed at a large share of the latest requests."""
+    PROBE = "probe"
+    """The request that tried it after an ejection failed, or was slow."""
+    SLOW = "slow"
+    """It is several times as slow as the others."""
 
 
 class Check(StrEnum):
@@ -57,9 +70,16 @@ class HealthPolicy:
 class ServerHealth:
     """The health of one server. Not thread-safe."""
 
-    def __init__(self, policy: HealthPolicy, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        policy: HealthPolicy,
+        clock: Callable[[], float],
+        note: Callable[[str, str], None] = lambda what, why: None,
+    ) -> None:
+        """`note` is told what becomes of the server, and why, in words."""
         self.is_draining = False
-        self.num_ejections = 0
+        self.ejections: Counter[Cause] = Counter()
+        self._note = note
         self._policy = policy
         self._clock = clock
         self._outcomes: deque[tuple[int, bool]] = deque(maxlen=policy.window)
@@ -70,9 +90,21 @@ class ServerHealth:
         self._ejected_until: float | None = None
         self._ejected_by = 0
         """The failure that ejected it."""
+        self._cause = Cause.IN_A_ROW
+        """Of the latest ejection."""
         self._is_probed = False
         self._refuses = False
         self._num_silent = 0
+
+    @property
+    def num_ejections(self) -> int:
+        """How often it was ejected."""
+        return self.ejections.total()
+
+    @property
+    def ejected_for_s(self) -> float:
+        """How long its ejection lasts still; 0: it isn't ejected, or may be tried."""
+        return 0.0 if self._ejected_until is None else max(0.0, self._ejected_until - self._clock())
 
     @property
     def standing(self) -> Standing:
@@ -97,24 +129,26 @@ class ServerHealth:
         """Note a good answer. One of a request from before an ejection says nothing."""
         if self._ejected_until is not None:
             if is_probe:
-                self._restore()
+                self._restore("a request that tried it succeeded")
         else:
             self._count(is_good=True)
             self._in_a_row = 0
             if all(is_good for _, is_good in self._outcomes) and len(self._outcomes) == self._policy.window:
                 self._doublings = 0
 
-    def fail(self, *, is_probe: bool = False) -> int:
+    def fail(self, why: str = "failed", *, is_probe: bool = False) -> int:
         """Note a failure that is the server's; return its number, for `pardon`."""
         self._number += 1
         if self._ejected_until is not None:
             if is_probe:
-                self.eject()
+                self.eject(Cause.PROBE, f"the request that tried it: {why}")
             return self._number  # else it is of a request from before the ejection
         self._count(is_good=False)
         self._in_a_row += 1
-        if self._fails_often():
-            self.eject()
+        if self._in_a_row >= self._policy.consecutive_failures:
+            self.eject(Cause.IN_A_ROW, f"{self._in_a_row} failures in a row, the last: {why}")
+        elif self._fails_often():
+            self.eject(Cause.OFTEN, f"half of its latest requests failed, the last: {why}")
         return self._number
 
     def pardon(self, number: int) -> None:
@@ -122,8 +156,8 @@ class ServerHealth:
         if self._ejected_until is not None:
             if self._ejected_by == number:
                 self._doublings -= 1
-                self.num_ejections -= 1
-                self._restore()
+                self.ejections[self._cause] -= 1
+                self._restore("another server failed alike: the request's own fault")
             return
         if (number, False) in self._outcomes:
             self._outcomes.remove((number, False))
@@ -133,20 +167,28 @@ class ServerHealth:
         """Note the end of a probe that says nothing: its client left, or the fault was its own."""
         self._is_probed = False
 
-    def eject(self) -> None:
-        """Send it nothing for a while."""
+    def eject(self, cause: Cause, why: str) -> None:
+        """Send it nothing for a while; `why`: in words."""
         policy = self._policy
         duration = min(policy.ejection_s * 2**self._doublings, policy.longest_ejection_s)
         self._ejected_until = self._clock() + duration
         self._ejected_by = self._number
         self._doublings = min(self._doublings + 1, 16)
         self._is_probed = False
-        self.num_ejections += 1
+        self._cause = cause
+        self.ejections[cause] += 1
+        self._note("ejected", f"{why}; for {duration:g} s")
 
     def check(self, found: Check) -> bool:
         """Note a check; return whether with it the server has become silent: what it had is lost."""
+        was_well = not (self._refuses or self._num_silent)
         self._refuses = found is Check.REFUSES
         self._num_silent = self._num_silent + 1 if found is Check.SILENT else 0
+        if was_well and found is not Check.SERVES:
+            said = "it says that it takes no requests" if self._refuses else "no answer to a check"
+            self._note("down", said)
+        elif not was_well and found is Check.SERVES:
+            self._note("up", "it answers checks again")
         return self._num_silent == self._policy.silent_checks
 
     def _count(self, *, is_good: bool) -> None:
@@ -155,10 +197,10 @@ class ServerHealth:
     def _fails_often(self) -> bool:
         policy, num_outcomes = self._policy, len(self._outcomes)
         num_failed = sum(not is_good for _, is_good in self._outcomes)
-        is_share = num_outcomes >= policy.min_outcomes and num_failed >= policy.failure_share * num_outcomes
-        return self._in_a_row >= policy.consecutive_failures or is_share
+        return num_outcomes >= policy.min_outcomes and num_failed >= policy.failure_share * num_outcomes
 
-    def _restore(self) -> None:
+    def _restore(self, why: str) -> None:
+        self._note("back", why)
         self._ejected_until = None
         self._is_probed = False
         self._in_a_row = 0

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from stemma_router.cluster.fleet import Fleet, FleetMember, Outcome, Try
+from stemma_router.cluster.fleet import Fleet, Try
+from stemma_router.cluster.member import ASKED, FleetMember, Outcome
 from stemma_router.cluster.routers import RoutedRequest
 
 _MAX_REFUSALS = 3
@@ -67,7 +68,7 @@ class Tries:
         if self._is_optional:
             return True
         equals = self._best()
-        can_serve = bool(equals) and equals[0].health.standing in Fleet.ASKED
+        can_serve = bool(equals) and equals[0].health.standing in ASKED
         has_failed = any(one.outcome in _BEGUN for one in self._done)
         return not has_failed and can_serve and any(one.budget.has_room() for one in equals)
 
@@ -82,7 +83,7 @@ class Tries:
         An optional request goes to none of the reserve.
         """
         order = self._fleet.order(self._ask, without=[one.url for one in self._done])
-        asked = [one for one in order if one.health.standing in Fleet.ASKED]
+        asked = [one for one in order if one.health.standing in ASKED]
         return asked if self._is_optional else asked or order
 
     def _goes_on(self, last: Try) -> bool:

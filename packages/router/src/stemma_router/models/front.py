@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -119,10 +119,21 @@ class Front:
     async def list_models(self, request: Request) -> Response:
         """All models with their states, and the aliases."""
 
-        async def listed(_request: Request, _content: bytes) -> Response:
+        async def listed(request: Request, _content: bytes) -> Response:
+            await asyncio.gather(*(self._learn(one, kept_headers(request)) for one in self._models.loaded))
             return json_response({"object": "list", "data": self._cards()})
 
         return await self._relay.answered(request, listed)
+
+    async def _learn(self, model: Model, headers: dict[str, str]) -> None:
+        """Ask a model's server once what it reads, as the one who asks for the list."""
+        if model.input_modalities or model.server is None:
+            return
+        with suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                url = f"{model.server.url}/v1/models"
+                answer = await self._relay.ask(url, b"", headers, method="GET")
+            model.input_modalities = _modalities_in(answer)
 
     def _cards(self) -> list[dict[str, Any]]:
         cards = [
@@ -136,6 +147,7 @@ class Front:
                 "waiting": one.num_waiting,
                 "loads": one.num_loads,
                 "load_s": round(one.load_s, 1) if one.num_loads else None,
+                **({"input_modalities": list(one.input_modalities)} if one.input_modalities else {}),
             }
             for one in self._models.by_name.values()
         ]
@@ -163,6 +175,15 @@ class Front:
             loads.add_metric([one.name], one.num_loads)
             under_way.add_metric([one.name], one.num_under_way)
         return loaded, loads, under_way
+
+
+def _modalities_in(answer: Response) -> tuple[str, ...]:
+    """Return what the first card of a server's list says that its model reads; empty: nothing."""
+    try:
+        given = orjson.loads(bytes(answer.body))["data"][0]["input_modalities"]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return ()
+    return tuple(one for one in given if isinstance(one, str)) if isinstance(given, list) else ()
 
 
 async def is_well(client: httpx.AsyncClient, url: str) -> bool:

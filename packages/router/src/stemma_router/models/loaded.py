@@ -76,6 +76,8 @@ class Model:
     """When it came into its state."""
     load_s: float = 1.0
     """How long its last load took."""
+    input_modalities: tuple[str, ...] = ()
+    """What it reads, as its server told; empty: it hasn't yet."""
     failure: str = ""
     """Why its last load failed: the last line of what its process said."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)

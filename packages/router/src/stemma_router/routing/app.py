@@ -17,6 +17,7 @@ from stemma.errors import StemmaError
 from stemma.server.door.access import has_key
 from stemma.server.errors import json_response, openai_error
 from stemma.server.transport.headers import Entrance
+from stemma_router.routing.dashboard import Dashboard
 from stemma_router.routing.metrics import render
 from stemma_router.routing.prompts import GENERATING, POOLED
 from stemma_router.routing.relay import Relay, RouteOptions
@@ -50,7 +51,10 @@ class Proxy(Protocol):
 
 
 def create_proxy_app(
-    proxy: Proxy, options: RouteOptions, all_metrics: Callable[[Request], Awaitable[bytes]] | None = None
+    proxy: Proxy,
+    options: RouteOptions,
+    all_metrics: Callable[[Request], Awaitable[bytes]] | None = None,
+    dashboard: Dashboard | None = None,
 ) -> FastAPI:
     """Return the application; it closes the proxy's HTTP client at its end.
 
@@ -100,6 +104,8 @@ def create_proxy_app(
     app.add_middleware(Entrance)
     app.add_route("/health", health, methods=["GET"])
     app.add_route("/metrics", metrics, methods=["GET"])
+    if dashboard is not None:
+        dashboard.add_to(app)
     for path in (*GENERATING, *POOLED):
         app.add_route(path, generate, methods=["POST"])
     app.add_route("/{path:path}", pass_on, methods=["GET", "POST", "DELETE", "PUT"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stemma_router.cluster.fleet import Fleet, FleetMember, Outcome
+from stemma_router.cluster.fleet import Fleet
+from stemma_router.cluster.member import FleetMember, Outcome
 
 
 def describe(fleet: Fleet) -> dict[str, Any]:

@@ -7,7 +7,7 @@ keeps them informed.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import ConfigError
+from stemma_router.cluster.fleet import Fleet
 from stemma_router.routing.app import create_proxy_app
+from stemma_router.routing.dashboard import Dashboard
 from stemma_router.routing.description import describe
 from stemma_router.routing.metrics import counters
 from stemma_router.routing.picker.endpoints import check_endpoints
@@ -100,6 +102,18 @@ class FleetProxy:
             **describe(self._served.fleet),
         }
 
+    def fleets(self) -> Mapping[str, Fleet]:
+        """Return the one fleet."""
+        return {"equal": self._served.fleet}
+
+    def known(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return what is known of each server's blocks."""
+        return self._served.known()
+
+    def warnings(self) -> list[str]:
+        """Return what an operator should change, a sentence each."""
+        return self._served.warnings()
+
     def metrics(self) -> Iterable[Metric]:
         """Return what is counted, beside what the relay counts."""
         yield from counters({"requests": ("Requests for text", self.num_requests)})
@@ -128,4 +142,5 @@ def create_fleet_app(
             raise ConfigError("an endpoint picker needs gRPC: pip install 'stemma-router[envoy]'")
         check_endpoints(server.url for server in source.entries if server.dns_name is None)
         picker = endpoint_picker, options.max_body_bytes, options.body_memory
-    return create_proxy_app(FleetProxy(served, Relay(client, options), picker), options)
+    proxy = FleetProxy(served, Relay(client, options), picker)
+    return create_proxy_app(proxy, options, dashboard=Dashboard(proxy, options.admin_key))

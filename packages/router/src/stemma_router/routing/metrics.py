@@ -10,9 +10,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from stemma_router.cluster.fleet import Fleet, Outcome
-from stemma_router.cluster.health import Standing
+from stemma_router.cluster.fleet import Fleet
+from stemma_router.cluster.health import Cause, Standing
 from stemma_router.cluster.holdings import Holdings
+from stemma_router.cluster.member import Outcome
 
 _BY_SERVER = ["role", "server"]
 
@@ -85,7 +86,7 @@ def fleet_metrics(fleets: Mapping[str, Fleet]) -> Iterable[Metric]:
         "stemma_route_retries", "Requests that a server got after another one", labels=_BY_SERVER
     )
     ejections = CounterMetricFamily(
-        "stemma_route_ejections", "Times that a server was ejected for failures", labels=_BY_SERVER
+        "stemma_route_ejections", "Times that a server was ejected", labels=[*_BY_SERVER, "cause"]
     )
     standing = GaugeMetricFamily(
         "stemma_route_server_standing",
@@ -100,13 +101,27 @@ def fleet_metrics(fleets: Mapping[str, Fleet]) -> Iterable[Metric]:
         "stemma_route_time_to_first_byte_seconds", "From sending a request to its stream's first byte",
         labels=_BY_SERVER,
     )  # fmt: skip
+    predicted = CounterMetricFamily(
+        "stemma_route_predicted_hit_tokens", "Prompt tokens expected in a server's cache", labels=_BY_SERVER
+    )
+    delivered = CounterMetricFamily(
+        "stemma_route_told_hit_tokens", "Prompt tokens that a server said it had cached", labels=_BY_SERVER
+    )
+    age = GaugeMetricFamily(
+        "stemma_route_last_check_seconds", "Time since a server last answered a check", labels=_BY_SERVER
+    )
     for role, fleet in fleets.items():
         for member in fleet.members:
             labels = [role, member.url]
             for outcome in Outcome:
                 tries.add_metric([*labels, outcome.value], member.outcomes[outcome])
             retries.add_metric(labels, member.num_retries)
-            ejections.add_metric(labels, member.health.num_ejections)
+            for cause in Cause:
+                ejections.add_metric([*labels, cause.value], member.health.ejections[cause])
+            predicted.add_metric(labels, member.num_predicted_tokens)
+            delivered.add_metric(labels, member.num_delivered_tokens)
+            if (age_s := fleet.age_s(member)) is not None:
+                age.add_metric(labels, age_s)
             for one in Standing:
                 standing.add_metric([*labels, one.value], member.health.standing is one)
             under_way.add_metric(labels, len(member.under_way))
@@ -115,5 +130,6 @@ def fleet_metrics(fleets: Mapping[str, Fleet]) -> Iterable[Metric]:
                 seconds.add_metric(labels, member.speed.mean_s)
     lost = sum(fleet.num_lost_retries for fleet in fleets.values())
     yield from (tries, retries, ejections, standing, under_way, seconds, first_bytes)
+    yield from (predicted, delivered, age)
     text = "Requests that failed and weren't sent again, since no server had retries left"
     yield CounterMetricFamily("stemma_route_lost_retries", text, value=lost)

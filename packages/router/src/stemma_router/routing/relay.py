@@ -26,16 +26,18 @@ from stemma.budgets import Holding
 from stemma.config.server_settings import ServerSettings
 from stemma.errors import ClientDisconnected, InvalidRequest, OverBudget, StemmaError
 from stemma.http import async_http_client
+from stemma.insight.lately import Lately
 from stemma.server.door.access import Access, is_loopback
 from stemma.server.door.caller import caller
 from stemma.server.door.ledger import shared
 from stemma.server.errors import STATUS_CLIENT_CLOSED, json_response, openai_error
+from stemma.server.observe.refusals import Refusals
 from stemma.server.schemas.json_input import parse_json
 from stemma.server.transport.incoming import limited_chunks, unless_disconnected
 from stemma.server.transport.planes import Plane, plane_of
 from stemma_router.routing.keys import AskedKeys, Keys, OwnKeys
 from stemma_router.routing.metrics import counters
-from stemma_router.routing.prompts import num_cached_of
+from stemma_router.routing.refused import noted, route_of
 
 _log = logging.getLogger(__name__)
 
@@ -67,8 +69,8 @@ _KEPT_HEADERS = frozenset(
         "x-stemma-explain",
     }
 )
-_CACHED_HEADER = "x-stemma-cached-tokens"
-_KEPT_ANSWER_HEADERS = frozenset({"content-type", "retry-after", BINARY_HEADER, _CACHED_HEADER})
+CACHED_HEADER = "x-stemma-cached-tokens"
+_KEPT_ANSWER_HEADERS = frozenset({"content-type", "retry-after", BINARY_HEADER, CACHED_HEADER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,8 @@ class Relay:
         self.num_broken_streams = 0
         self.num_refused = 0
         """Requests that were answered here: without a key, malformed, or beyond a budget."""
-        self.num_told_hit_tokens = 0
-        """Prompt tokens that servers said they had cached."""
+        self.lately = Lately()
+        self.refusals = Refusals(self.lately, logs=False)
         self._options = options
         self._access = Access(ServerSettings(host=options.host, admin_key=options.admin_key))
         self.bodies = shared("body_bytes", "bytes of request bodies", options.body_memory)
@@ -191,14 +193,17 @@ class Relay:
                 self._access.check(request)
             if self._keys is not None and (refusal := await self._keys.refusal(request)) is not None:
                 self.num_refused += 1
-                return refusal
+                return noted(self.refusals, request, refusal)
             content = await self._read(request, held)
-            return await unless_disconnected(request, work(request, content))
+            answer = await unless_disconnected(request, work(request, content))
+            return noted(self.refusals, request, answer)
         except ClientDisconnected:
             return Response(status_code=STATUS_CLIENT_CLOSED)
         except StemmaError as error:
             self.num_refused += 1
-            return openai_error(error)
+            answer = openai_error(error)
+            self.refusals.note(request, error, route_of(request), answer.status_code)
+            return answer
         finally:
             held.close()
 
@@ -228,7 +233,6 @@ class Relay:
             method, url, content=content, headers=headers, extensions=extensions
         )
         upstream = await self.client.send(request, stream=True)
-        self._note_header(upstream.headers.get(_CACHED_HEADER, ""))
         is_stream = is_stream_of_events(upstream)
         chunks = upstream.aiter_raw() if is_stream else upstream.aiter_bytes()
         try:
@@ -279,15 +283,6 @@ class Relay:
                 answer = Response(status_code=NOT_FOUND)
         return answer
 
-    def _note_header(self, told: str) -> None:
-        if told.isascii() and told.isdecimal() and len(told) < 9:
-            self.num_told_hit_tokens += int(told)
-
-    def note_whole(self, response: Response, answer: Any) -> None:
-        """Count what a whole answer says was cached, where no header said it."""
-        if _CACHED_HEADER not in response.headers:
-            self.num_told_hit_tokens += num_cached_of(answer) or 0
-
     def check_operator(self, request: Request, admin_key: str | None) -> None:
         """Raise unless `request` carries the admin key or, if there is none, comes from this machine."""
         self._access.check_page(request)
@@ -300,7 +295,6 @@ class Relay:
             {
                 "refused": ("Requests refused before they reached a server", self.num_refused),
                 "broken_streams": ("Streams that servers broke off", self.num_broken_streams),
-                "told_hit_tokens": ("Prompt tokens that servers had cached", self.num_told_hit_tokens),
             }
         )
 

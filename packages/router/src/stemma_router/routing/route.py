@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -30,12 +30,14 @@ from starlette.responses import Response
 from stemma.errors import ConfigError
 from stemma.two_ways import Way
 from stemma_router.cluster.detour import Detour
-from stemma_router.cluster.fleet import Fleet, Outcome
+from stemma_router.cluster.fleet import Fleet
+from stemma_router.cluster.member import Outcome
 from stemma_router.cluster.routers import Rendezvous, RoutedRequest
 from stemma_router.cluster.tries import Tries
 from stemma_router.routing.app import create_proxy_app
 from stemma_router.routing.asking import ask_of, number_of, pooled_ask_of
 from stemma_router.routing.checks import keep_checking
+from stemma_router.routing.dashboard import Dashboard
 from stemma_router.routing.description import describe, num_failures
 from stemma_router.routing.metrics import counters, fleet_metrics
 from stemma_router.routing.prompts import (
@@ -195,11 +197,23 @@ class Groups:
                 "alone": ("Requests that decode servers got at once, since that is faster", num_alone),
             }
         )
+        yield from fleet_metrics(self.fleets())
+
+    def fleets(self) -> Mapping[str, Fleet]:
+        """Return the fleets of all groups, by role and number of the group."""
         named = [
             (router, f"-{place}" if place else "") for place, router in enumerate(self._routers.values())
         ]
         fleets = {f"prefill{end}": router.prefills for router, end in named}
-        yield from fleet_metrics(fleets | {f"decode{end}": router.decodes for router, end in named})
+        return fleets | {f"decode{end}": router.decodes for router, end in named}
+
+    def known(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return nothing: no events are followed."""
+        return {}
+
+    def warnings(self) -> list[str]:
+        """Return nothing: servers of two roles aren't compared."""
+        return []
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -251,4 +265,5 @@ def create_groups_app(
 ) -> FastAPI:
     """Return the proxy in front of several groups. Raises ConfigError if one lacks either kind of server."""
     options = options or RouteOptions()
-    return create_proxy_app(Groups(groups, Relay(client or relay_client(), options)), options)
+    proxy = Groups(groups, Relay(client or relay_client(), options))
+    return create_proxy_app(proxy, options, dashboard=Dashboard(proxy, options.admin_key))

@@ -14,11 +14,19 @@ import orjson
 from starlette.responses import Response
 
 from stemma.server.errors import json_response
-from stemma_router.cluster.fleet import Fleet, Outcome, Try
+from stemma_router.cluster.fleet import Fleet, Try
+from stemma_router.cluster.member import Outcome
 from stemma_router.cluster.routers import RoutedRequest
 from stemma_router.cluster.tries import Tries
-from stemma_router.routing.prompts import num_output_of
-from stemma_router.routing.relay import BINARY_HEADER, NOT_FOUND, Relay, Relayed, nobody_answers
+from stemma_router.routing.prompts import num_cached_of, num_output_of
+from stemma_router.routing.relay import (
+    BINARY_HEADER,
+    CACHED_HEADER,
+    NOT_FOUND,
+    Relay,
+    Relayed,
+    nobody_answers,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +108,7 @@ async def _tried(relay: Relay, one: Try, tries: Tries, outgoing: Outgoing) -> tu
         return None, Outcome.FAILED
     if isinstance(response, Outcome):
         return None, response
-    return await _judged(relay, response, one, outgoing)
+    return await _judged(response, one, outgoing)
 
 
 async def _asked(relay: Relay, one: Try, tries: Tries, outgoing: Outgoing) -> Response | Outcome:
@@ -137,7 +145,7 @@ def _settle(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _judged(relay: Relay, response: Response, one: Try, outgoing: Outgoing) -> tuple[Response, Outcome]:
+async def _judged(response: Response, one: Try, outgoing: Outgoing) -> tuple[Response, Outcome]:
     """Return an answer and what it says; one that nobody can read becomes 502."""
     status = response.status_code
     if status >= 400:
@@ -145,6 +153,7 @@ async def _judged(relay: Relay, response: Response, one: Try, outgoing: Outgoing
         if is_gone and _NO_RESPONSE in bytes(response.body):
             return response, Outcome.ELSEWHERE
         return response, outcome_of(status)
+    one.delivered(hits_told(response.headers.get(CACHED_HEADER, "")) or 0)
     if isinstance(response, Relayed):
         begin = response.first.lstrip(b"\xef\xbb\xbf\r\n\t ")
         is_known = any(begin.startswith(word) or (begin and word.startswith(begin)) for word in _SSE)
@@ -156,10 +165,16 @@ async def _judged(relay: Relay, response: Response, one: Try, outgoing: Outgoing
         return (response, Outcome.ANSWERED) if content else (_unusable(), Outcome.FAILED)
     if (parsed := await parsed_answer(content)) is None:
         return _unusable(), Outcome.FAILED
-    relay.note_whole(response, parsed)
+    if CACHED_HEADER not in response.headers:
+        one.delivered(num_cached_of(parsed) or 0)
     if (num_output := num_output_of(parsed)) is not None:
         one.whole(num_output)
     return response, Outcome.ANSWERED
+
+
+def hits_told(header: str) -> int | None:
+    """Return the prompt tokens that a header says were cached; None: it says nothing."""
+    return int(header) if header.isascii() and header.isdecimal() and len(header) < 9 else None
 
 
 def outcome_of(status: int) -> Outcome:

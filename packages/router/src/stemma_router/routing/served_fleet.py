@@ -129,6 +129,14 @@ class ServedFleet:
         told = {member.url: member.told.serves for member in self.fleet.members}
         return [*disagreements(told), *self._following.warnings()]
 
+    def known(self) -> dict[str, dict[str, Any]]:
+        """Return how many blocks of each server are known, and how its events are followed, by URL."""
+        followed, holdings = self._following.describe(), self.fleet.placements.holdings
+        return {
+            one.url: {"known_blocks": holdings.num_blocks(one.place), "events": followed.get(one.url)}
+            for one in self.fleet.members
+        }
+
     def describe(self) -> dict[str, Any]:
         """Return what is known of the servers' blocks, and how."""
         holdings = self.fleet.placements.holdings
@@ -147,7 +155,6 @@ class ServedFleet:
         yield from holdings_metrics(self.fleet.placements.holdings, self._following.counters())
         yield from counters(
             {
-                "predicted_hit_tokens": ("Prompt tokens expected in caches", self.fleet.num_predicted_tokens),
                 "reloads": ("Times that the list of servers changed", self.num_reloads),
             }
         )

@@ -1,5 +1,6 @@
 // An answer under way. It belongs to the message it fills, whatever the page shows meanwhile.
-import { answerEvents, Refused, UNREACHABLE } from "/chat/api.js";
+import { answerEvents } from "/chat/api.js";
+import { Refused, UNREACHABLE } from "/chat/http.js";
 import { asRequest } from "/chat/conversation.js";
 
 const KEEP_EVERY_MS = 1000, MAX_CALLS = 128;

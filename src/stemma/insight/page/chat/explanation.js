@@ -5,7 +5,8 @@ import { explanationNodes } from "/chat/explained.js";
 
 // The operator's explanation says more; who may not see it gets the one that came with the answer.
 async function nodesFor(message) {
-  try { return explanationNodes(await explanation(message.answerId)); }
+  const link = make("a", { href: `/dashboard#request=${encodeURIComponent(message.answerId)}`, textContent: "On the dashboard" });
+  try { return [...explanationNodes(await explanation(message.answerId)), make("p", {}, link)]; }
   catch (error) {
     const own = message.usage?.stemma?.explanation;
     const text = `What came with the answer; an operator sees more (${error.message}).`;

@@ -1,5 +1,5 @@
 // What a turn reused: a bar of the prompt's tokens by tier, and the same in words.
-import { make, number } from "/chat/elements.js";
+import { bar, make, number, span } from "/chat/elements.js";
 import { recall, remember } from "/chat/store.js";
 
 const MIN_TOKENS = 256; // fewer say nothing of how fast a prompt is computed
@@ -10,19 +10,6 @@ function speedOf(model, computed, seconds) {
   const seen = computed >= MIN_TOKENS && seconds > 0 ? computed / seconds : 0;
   if (seen > (speeds[model] ?? 0)) remember("prompt-speeds", { ...speeds, [model]: seen });
   return Math.max(seen, speeds[model] ?? 0);
-}
-
-export function span(seconds) {
-  if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
-  return seconds < 120 ? `${seconds.toFixed(1)} s` : `${Math.round(seconds / 60)} min`;
-}
-
-function bar(parts, total) {
-  return make("div", { className: "bar", ariaHidden: "true" }, parts.map(([tier, count]) => {
-    const part = make("i", { className: tier });
-    part.style.width = `${100 * count / total}%`;
-    return part;
-  }));
 }
 
 function savedWords(message, cached, computed) {

@@ -1,7 +1,8 @@
 // The server as the page sees it: its models, whether it asks for a key, whether it is there.
-import { isUp, models, Refused, setKey, UNREACHABLE } from "/chat/api.js";
+import { isUp, models } from "/chat/api.js";
 import { mayAttachImages } from "/chat/attachments.js";
 import { $ } from "/chat/elements.js";
+import { Refused, setKey, UNREACHABLE } from "/chat/http.js";
 import { recall, remember } from "/chat/store.js";
 
 const RETRY_MS = 1500, LOOK_EVERY_MS = 15_000;
@@ -12,7 +13,7 @@ export function beginServer(onNews) {
   $("which").addEventListener("change", choose);
   $("login").addEventListener("submit", (event) => {
     event.preventDefault();
-    setKey($("key").value);
+    setKey("api", $("key").value);
     readModels();
   });
   addEventListener("online", readModels);

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma.engine.api import CacheReport
 from stemma.errors import Overloaded
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.tier_metrics import engine_as_json
@@ -70,6 +71,9 @@ async def snapshot(context: OperatorContext, since: int) -> dict[str, Any]:
         "started_at": context.lifecycle.started_at,
         "failure": context.engine.failure,
         "engine": engine_as_json(stats),
+        "load": asdict(context.engine.load),
+        "block_size": context.engine.key_space.block_size,
+        "lately": watches.lately.told(),
         "budgets": [asdict(state) for state in context.admission.states()],
         "tenants": [{"name": name, **asdict(sums)} for name, sums in sorted(watches.tenants.items()) if name],
         "under_way": [_watch_as_json(watch) for watch in under_way],
@@ -86,27 +90,26 @@ def _watch_as_json(watch: RequestWatch) -> dict[str, Any]:
         "tenant": watch.request.namespace.owner,
         "age_s": round(watch.age_s, 3),
         "prompt_tokens": len(watch.request.prompt_token_ids),
-        "cached_tokens": None if last is None else last.cache.num_cached_tokens,
-        "by_tier": {} if last is None else {t.value: n for t, n in last.cache.cached_by_tier.items()},
         "generated_tokens": 0 if last is None else last.num_generated_tokens,
+        **_cached(None if last is None else last.cache),
     }
+
+
+_SHOWN = ("number", "api", "tenant", "outcome", "arrived_at", "queue_s", "first_token_s", "total_s")
 
 
 def _record_as_json(record: RequestRecord) -> dict[str, Any]:
-    cache = record.cache
     return {
-        "number": record.number,
+        **{name: getattr(record, name) for name in _SHOWN},
         "request": record.request_id,
-        "api": record.api,
-        "tenant": record.tenant,
-        "outcome": record.outcome,
-        "arrived_at": record.arrived_at,
         "prompt_tokens": record.num_prompt_tokens,
-        "cached_tokens": None if cache is None else cache.num_cached_tokens,
-        "by_tier": {} if cache is None else {t.value: n for t, n in cache.cached_by_tier.items()},
-        "miss": None if cache is None else cache.miss_reason,
         "generated_tokens": record.num_generated_tokens,
-        "queue_s": record.queue_s,
-        "first_token_s": record.first_token_s,
-        "total_s": record.total_s,
+        **_cached(record.cache),
     }
+
+
+def _cached(cache: CacheReport | None) -> dict[str, Any]:
+    if cache is None:
+        return {"cached_tokens": None, "by_tier": {}, "miss": None}
+    by_tier = {tier.value: count for tier, count in cache.cached_by_tier.items()}
+    return {"cached_tokens": cache.num_cached_tokens, "by_tier": by_tier, "miss": cache.miss_reason}

@@ -12,7 +12,8 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, Proces
 from stemma.budgets import Budget, Holding
 from stemma.errors import BodyTooLarge, InvalidRequest, OverBudget
 from stemma.server.schemas.json_input import parse_json
-from stemma_router.cluster.fleet import FleetMember, Outcome, Try
+from stemma_router.cluster.fleet import Try
+from stemma_router.cluster.member import ASKED, FleetMember, Outcome
 from stemma_router.cluster.routers import RoutedRequest
 from stemma_router.routing.picker.endpoints import Endpoints
 from stemma_router.routing.picker.messages import (
@@ -28,8 +29,8 @@ from stemma_router.routing.picker.messages import (
     subset_of,
 )
 from stemma_router.routing.prompts import is_streamed, num_output_of
-from stemma_router.routing.relay import MOST_HELD_BYTES
-from stemma_router.routing.sending import outcome_of, parsed_answer
+from stemma_router.routing.relay import CACHED_HEADER, MOST_HELD_BYTES
+from stemma_router.routing.sending import hits_told, outcome_of, parsed_answer
 from stemma_router.routing.served_fleet import ServedFleet
 
 _MOST_ENDPOINTS = 3
@@ -162,7 +163,7 @@ class Exchange:
     def _picked(self, *, at_headers: bool) -> ProcessingResponse:
         fleet = self._served.fleet
         allowed = [one for one in fleet.order(self._ask) if self._is_allowed(one)]
-        usable = [one for one in allowed if one.health.standing in fleet.ASKED] or allowed
+        usable = [one for one in allowed if one.health.standing in ASKED] or allowed
         if not usable:
             return refused(503, "no server answers", 1)
         self._try = self._begun(usable[0], is_retry=False)
@@ -197,6 +198,7 @@ class Exchange:
             one.end(Outcome.UNSENT)
         if one is not None and outcome_of(self._status) is Outcome.ANSWERED:
             one.first_byte()
+            one.delivered(hits_told(headers.get(CACHED_HEADER, "")) or 0)
             if one is first and not self._is_streamed and _is_short_json(headers):
                 self._answer = []
 
