@@ -40,7 +40,7 @@ from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
-from stemma.memory.kv_events import KVEventPublisher
+from stemma.memory.kv_events import EventPublisher
 from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.transfer import TierTransfer
@@ -59,7 +59,7 @@ from stemma.prefix.keys import KeySpace
 from stemma.supervision import LoggingSupervisor, Supervisor
 
 PUBLISHERS = "stemma.publishers"
-"""Entry points of what publishes KV events: called as below, it returns a `KVEventPublisher`."""
+"""Entry points of what publishes KV events: called as below, it returns a `EventPublisher`."""
 
 MAX_TRACE_BLOCK_SIZE = 4
 """Tokens a hash of a recorded trace: fine enough to try smaller blocks on it."""
@@ -81,7 +81,7 @@ class EngineParts:
     """This process's tiers below the device; None if the prefix cache is off."""
     pool: PoolAttachment | None = None
     """None: there can be no pool, because the prefix cache is off."""
-    kv_events: KVEventPublisher | None = None
+    kv_events: EventPublisher | None = None
     """Tells others what the cache holds; None: nobody asked for it."""
     num_ranks: int = 1
     also_named: tuple[str, ...] = ()
@@ -300,7 +300,7 @@ def open_attachment(parts: CacheParts, role: Role, ranks: Ranks | None) -> PoolA
     )
 
 
-def _closing(publisher: KVEventPublisher | None, ranks: Ranks | None) -> Callable[[], None]:
+def _closing(publisher: EventPublisher | None, ranks: Ranks | None) -> Callable[[], None]:
     """Return what is to be closed after the cache."""
 
     def close() -> None:
@@ -364,7 +364,7 @@ def open_queue(settings: EngineSettings, device: torch.device) -> WorkQueue | No
 
 def open_kv_events(
     settings: CacheSettings, supervisor: Supervisor, stores: Sequence[BlockStore], *, has_checkpoints: bool
-) -> KVEventPublisher | None:
+) -> EventPublisher | None:
     """Return the publisher that the settings ask for, or None. Raises ConfigError.
 
     Names of blocks on disk are kept in the directory of the disk tier among `stores`. `has_checkpoints`: the
@@ -375,7 +375,7 @@ def open_kv_events(
     publisher = load(PUBLISHERS)
     if publisher is None:
         raise ConfigError(f"kv_events needs {to_install('stemma-router')}")
-    opened: KVEventPublisher = publisher(
+    opened: EventPublisher = publisher(
         settings.kv_events,
         settings.kv_events_replay,
         block_size=settings.block_size,

@@ -69,7 +69,7 @@ class KVEventSink(Protocol):
         """Pass an event on, or drop it and let the receivers know that some are missing."""
 
 
-class KVEventPublisher(KVEventSink, Protocol):
+class EventPublisher(KVEventSink, Protocol):
     """Tells other processes."""
 
     @property

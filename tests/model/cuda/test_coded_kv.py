@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="the optional extra `cuda` is not installed")
 
 from tests import checkpoints
-from tests.model.cuda.test_fused import CPU, FAMILIES, SMALL, fused
+from tests.model.cuda.small_fused import CPU, FAMILIES, SMALL, fused
 from tests.model.paging import PagedSequences, coded_logits
 
 from stemma.memory.device.kv import DeviceKV

@@ -14,9 +14,9 @@ pytest.importorskip("peft", reason="PEFT is the oracle")
 
 from tests import checkpoints
 from tests.adapters import ATTENTION, GATED, build_adapter, merged_logits
+from tests.model.cuda.lone_columns import columns_are_alone  # noqa: F401 - used by itself
 from tests.model.cuda.rerun_recorder import FakeRecorder
-from tests.model.cuda.test_fused import CPU, FAMILIES, SMALL, fused
-from tests.model.cuda.test_products import columns_are_alone  # noqa: F401 - used by itself
+from tests.model.cuda.small_fused import CPU, FAMILIES, SMALL, fused
 from tests.model.paging import PagedSequences, plain_logits
 
 from stemma.model.cuda.fused import LayoutDecoder

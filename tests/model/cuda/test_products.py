@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
 pytest.importorskip("triton")
+
+from tests.model.cuda.lone_columns import columns_are_alone  # noqa: F401 - used by itself
 
 from stemma.model.cuda.products import Chosen, CodedWeight, Gate, Weight, launch_of, num_pieces
 from stemma.model.formats.fp8 import coded_floats
@@ -19,16 +19,6 @@ from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 
 COUNTS = (1, 17, 130)
 """Launches of each kind: a piece a program in small and larger tiles, and all pieces in one."""
-
-
-@pytest.fixture(autouse=True)
-def columns_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiply as tensor cores are taken to: a column's bits don't depend on how many stand beside it."""
-
-    def multiply(a: Any, b: Any, dtype: Any = None) -> Any:
-        return np.add.reduce(a[:, :, None] * b[None], axis=1, dtype=dtype)
-
-    monkeypatch.setattr(np, "matmul", multiply)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
