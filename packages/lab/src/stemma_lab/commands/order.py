@@ -62,7 +62,7 @@ def command(
             counter = StepCounter(progress, order, trace.num_requests)
             results.append(replay_order(trace, order, server, time_scale, counter.advance))
     table = Table(
-        title=f"{trace.name}: {capacity:,} blocks, {policy}, arrival times x {time_scale:g}",
+        title=f"{trace.version}: {capacity:,} blocks, {policy}, arrival times x {time_scale:g}",
         title_justify="left",
     )
     for name in ("order", "block hit ratio", "of the optimum", "wait mean", "wait p99", "busy"):
@@ -78,7 +78,7 @@ def command(
         )
     console.print(table)
     if json_path is not None:
-        write_json(json_path, [result.as_dict() for result in results])
+        write_json(json_path, trace.version.on([result.as_dict() for result in results]))
 
 
 def _counter(tokenizer: Path | None) -> Callable[[str], int]:
