@@ -98,6 +98,17 @@ def test_orders(tmp_path):
     ]
 
 
+def test_a_closed_loop(tmp_path):
+    path = tmp_path / "loop.json"
+    arguments = ["order", str(SAMPLE), "--closed-loop", "--capacity", "300", "--json", str(path)]
+    result = CliRunner().invoke(make_app(), arguments)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())
+    assert [row["order"] for row in rows] == ["fcfs", "longest-prefix", "ageing", "resident"]
+    assert all(row["trace"]["name"] == SAMPLE.name and row["turn_p50_s"] > 0 for row in rows)
+    assert isinstance(CliRunner().invoke(make_app(), [*arguments, "--orders", "x"]).exception, ConfigError)
+
+
 def test_replicas_behind_routers(tmp_path):
     rows_path = tmp_path / "rows.json"
     options = (

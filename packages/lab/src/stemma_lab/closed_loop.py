@@ -64,7 +64,7 @@ class LoopResult:
     ended_s: float
     """When the last answer ended."""
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, str | float]:
         """Return the JSON form."""
         return {
             "order": self.order,
