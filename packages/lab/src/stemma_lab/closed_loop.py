@@ -11,6 +11,10 @@ Whenever the server is free, the order picks among the requests that wait:
   compute (rent or buy: never more than twice the best); then that one takes the places of those that are away
   the longest. Who has waited for `bound_s` is served in turn, in `overdue_share` of the server's time: so
   nobody waits longer than `bound_s` and the computing of those before it, divided by that share.
+
+Measured (`hazard`): under overload agents' sessions compute half as much and the median turn falls by nine
+tenths, but p99 doubles, since a session's waits become one long one; below overload and on chat it gains
+nothing. So the engine has no such order.
 """
 
 from __future__ import annotations

@@ -163,13 +163,8 @@ def collect(
     tools: dict[tuple[str, ...], int] = {(): -1}
     for request in requests:
         timestamps.append(request.timestamp_s)
-        session = -1 if request.session is None else request.session
-        turn = 0 if request.turn is None else request.turn
-        num_prompt = request.num_prompt_blocks
-        cached = -1 if request.num_cached_tokens is None else request.num_cached_tokens
-        lengths = (request.input_tokens, request.output_tokens, num_prompt)
         called = tools.setdefault(request.tools, len(tools) - 1)
-        counts.append((*lengths, session, turn, cached, int(request.ending), called, int(request.follows)))
+        counts.append((*_counts(request), called))
         gaps.append(np.nan if request.gap_s is None else request.gap_s)
         held.append(request.held_s or (np.nan, np.nan, np.nan))
         chains.append(request.block_ids)
@@ -198,12 +193,21 @@ def collect(
         sessions=columns[:, 3],
         turns=columns[:, 4],
         cached_tokens=columns[:, 5],
-        endings=_endings(columns[:, 3], columns[:, 6], columns[:, 8]),
-        tools=columns[:, 7],
+        endings=_endings(columns[:, 3], columns[:, 6], columns[:, 7]),
+        tools=columns[:, 8],
         held_s=np.asarray(held, dtype=np.float64)[order],
         gaps_s=np.asarray(gaps, dtype=np.float64)[order],
         caveats=caveats,
     )
+
+
+def _counts(request: TraceRequest) -> tuple[int, ...]:
+    """Return lengths, session, turn, cached tokens, and who went on after the answer and the one before."""
+    session = -1 if request.session is None else request.session
+    turn = 0 if request.turn is None else request.turn
+    cached = -1 if request.num_cached_tokens is None else request.num_cached_tokens
+    lengths = (request.input_tokens, request.output_tokens, request.num_prompt_blocks)
+    return (*lengths, session, turn, cached, int(request.ending), int(request.follows))
 
 
 def _endings(sessions: Int64, endings: Int64, follows: Int64) -> Int64:
