@@ -24,9 +24,11 @@ def test_a_trace() -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found[0]["topic"] == "worth"
+    assert found[0]["trace"]["name"] == SAMPLE.name
     assert {one["topic"] for one in found} <= {"worth", "memory", "tier", "policy", "prompts"}
     plain = run(SAMPLE, "--bytes-per-token", "64KiB", "--gpu-memory", "10GB")
     assert "of prompt tokens" in plain.output
+    assert f"{SAMPLE.name} (sha256 {found[0]['trace']['sha256'][:8]}," in plain.output
 
 
 def test_the_size_of_a_token_is_needed_once() -> None:

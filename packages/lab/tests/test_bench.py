@@ -79,6 +79,8 @@ def test_traces_of_the_package(name: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(rows.read_text())
     assert {row["policy"] for row in found} == {"lru", own, "min"}
+    assert found[0]["trace"]["num_requests"] == 300
+    assert len(found[0]["trace"]["sha256"]) == 64
     for size in {row["capacity_blocks"] for row in found}:
         ratios = {r["policy"]: r["hit_ratio"]["value"] for r in found if r["capacity_blocks"] == size}
         assert max(ratios.values()) == ratios["min"]

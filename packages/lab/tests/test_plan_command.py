@@ -79,6 +79,8 @@ def test_plan(tmp_path):
     assert "the next gigabyte helps most in" in result.output
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["bytes_per_token"] == 1024
+    assert plan["trace"]["name"] == SAMPLE.name
+    assert len(plan["trace"]["sha256"]) == 64
     base = plan["base"]
     assert len(base["token_hit_ratios"]) == 3
     assert 0 < sum(base["token_hit_ratios"]) < 1

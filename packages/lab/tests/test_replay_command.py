@@ -1,5 +1,6 @@
 """`stemma replay` from the command line."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -34,6 +35,10 @@ def test_rows_and_report(tmp_path):
     by_key = {(row["policy"], row["capacity_blocks"]): row["block_hit_ratio"] for row in rows}
     assert by_key["lru", 100] <= by_key["min", 100] <= by_key["min", None] == by_key["lru", None]
     assert all(0 <= row["token_hit_ratio"] <= 1 for row in rows)
+    digest = hashlib.sha256(SAMPLE.read_bytes()).hexdigest()
+    version = {"name": SAMPLE.name, "sha256": digest, "num_requests": len(SAMPLE.read_text().splitlines())}
+    assert all(row["trace"] == version for row in rows)
+    assert f"sha256 {digest[:8]}" in result.output
     report = report_path.read_text()
     assert "Plotly.newPlot" in report
     assert 'src="http' not in report
@@ -91,6 +96,17 @@ def test_orders(tmp_path):
         "dfs-weight",
         "ageing",
     ]
+
+
+def test_a_closed_loop(tmp_path):
+    path = tmp_path / "loop.json"
+    arguments = ["order", str(SAMPLE), "--closed-loop", "--capacity", "300", "--json", str(path)]
+    result = CliRunner().invoke(make_app(), arguments)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())
+    assert [row["order"] for row in rows] == ["fcfs", "longest-prefix", "ageing", "resident"]
+    assert all(row["trace"]["name"] == SAMPLE.name and row["turn_p50_s"] > 0 for row in rows)
+    assert isinstance(CliRunner().invoke(make_app(), [*arguments, "--orders", "x"]).exception, ConfigError)
 
 
 def test_replicas_behind_routers(tmp_path):

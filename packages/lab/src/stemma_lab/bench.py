@@ -17,6 +17,7 @@ import numpy.typing as npt
 from stemma_lab.replay import ReplayResult, replay
 from stemma_lab.savings import PrefillModel
 from stemma_lab.traces.columns import Trace
+from stemma_lab.traces.version import TraceVersion
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -41,7 +42,7 @@ class Interval:
 class BenchRow:
     """One policy at one size of one trace."""
 
-    trace: str
+    trace: TraceVersion
     policy: str
     capacity_blocks: int
     hit_ratio: Interval
@@ -94,7 +95,7 @@ def bench(
             sums[policy], elapsed[policy] = _sums(trace, result, groups, model), result.elapsed_s
         for policy in policies:
             intervals = _intervals(sums[policy], sums[BASELINE], draws)
-            rows.append(BenchRow(trace.name, policy, size, *intervals, elapsed[policy]))
+            rows.append(BenchRow(trace.version, policy, size, *intervals, elapsed[policy]))
     return rows
 
 

@@ -32,9 +32,9 @@ def write_bench_page(
     """Write the page. `command` makes it again. Raises StorageError."""
     parts = [_heading(model, command)]
     for trace in traces:
-        mine = [row for row in rows if row.trace == trace.name]
+        mine = [row for row in rows if row.trace == trace.version]
         parts.append(
-            f"<h2>{html.escape(trace.name)}</h2><p>{trace.num_requests:,} requests, "
+            f"<h2>{html.escape(str(trace.version))}</h2><p>"
             f"{int(trace.input_tokens.sum()):,} prompt tokens, {trace.num_unique_blocks:,} distinct blocks "
             f"of {trace.block_size} tokens.</p>"
         )

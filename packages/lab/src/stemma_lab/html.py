@@ -104,7 +104,7 @@ def _heading(trace: Trace) -> str:
     span = float(trace.timestamps_s[-1])
     notes = "".join(f"<p>Note: {html.escape(caveat)}.</p>" for caveat in trace.caveats)
     return (
-        f"<h1>Replay of {html.escape(trace.name)}</h1><p>{trace.num_requests:,} requests over {span:,.0f} s, "
+        f"<h1>Replay of {html.escape(str(trace.version))}</h1><p>Over {span:,.0f} s there are "
         f"{int(trace.input_tokens.sum()):,} prompt tokens in {trace.num_looked_up_blocks:,} blocks of "
         f"{trace.block_size} tokens, {trace.num_unique_blocks:,} of them distinct.</p>{notes}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def write_plan_report(
         for gain in gains
     ]
     parts = [
-        f"<h1>Plan for {workload.trace.name}</h1>",
+        f"<h1>Plan for {html.escape(str(workload.trace.version))}</h1>",
         f"<p>{workload.bytes_per_token:,} bytes of KV a token; policy {workload.policy}, "
         f"{workload.sharing}, admission {workload.admission}.</p>",
         table_part(header, lines),

@@ -90,7 +90,7 @@ def tier_table(
 ) -> Table:
     """Return hit ratios by tier, a line per policy and device capacity."""
     all_s = float(model.seconds(0, trace.input_tokens).sum())
-    table = Table(title=f"{trace.name}: {sharing}, admission {admission}", title_justify="left")
+    table = Table(title=f"{trace.version}: {sharing}, admission {admission}", title_justify="left")
     table.add_column("policy")
     names = (
         "blocks of each tier",
@@ -126,7 +126,7 @@ def hit_ratio_table(trace: Trace, rows: list[ReportRow]) -> Table:
     sizes = list(dict.fromkeys(row.capacity_blocks for row in rows))
     # Eight capacities fit in 80 columns; a cut ratio would say nothing, so more of them run over instead.
     table = Table(
-        title=f"{trace.name}: block hit ratio",
+        title=f"{trace.version}: block hit ratio",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +49,7 @@ def command(
     if source.startswith(("http://", "https://")):
         stats = ask(source, "GET", "/admin/stats", admin_key)
         found = from_server(stats, ask(source, "GET", "/admin/divergences", admin_key))
+        figures: object = found
     else:
         trace = load_trace(console, Path(source), None, False, None, limit)
         workload = Workload(
@@ -64,8 +64,10 @@ def command(
         tiers = parse_tiers((gpu_memory, dram, ssd), (dram_speed, ssd_speed))
         with open_progress("replaying"):
             found = advise(workload, tiers)
+        figures = trace.version.on(found)
+        console.print(Text(f"{trace.version}"))
     if as_json:
-        typer.echo(orjson.dumps([asdict(one) for one in found], option=orjson.OPT_INDENT_2).decode())
+        typer.echo(orjson.dumps(figures, option=orjson.OPT_INDENT_2).decode())
         return
     for one in found:
         console.print(Text(f"- {one.text}"))

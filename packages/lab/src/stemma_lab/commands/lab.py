@@ -74,7 +74,7 @@ def bench_command(
             counter = StepCounter(progress, trace.name, len(chosen) * len(policies))
             rows += bench(trace, policies, chosen, model, counter.advance)
         Console(width=_WIDEST_TABLE, highlight=False).print(
-            _table(trace, [row for row in rows if row.trace == trace.name])
+            _table(trace, [row for row in rows if row.trace == trace.version])
         )
     if json_path is not None:
         write_json(json_path, [asdict(row) for row in rows])
@@ -92,7 +92,7 @@ def _read(console: Console, name: str, limit: int | None) -> Trace:
 
 
 def _table(trace: Trace, rows: Sequence[BenchRow]) -> Table:
-    table = Table(title=f"{trace.name}: {trace.num_requests:,} requests", title_justify="left")
+    table = Table(title=f"{trace.version}", title_justify="left")
     for column in ("blocks", "policy", "block hit ratio", "95 %", "prefill left", "saved beside LRU", "95 %"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for row in rows:

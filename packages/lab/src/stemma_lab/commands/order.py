@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from stemma.cli.json_file import write_json
 from stemma.cli.progress import StepCounter, open_progress
 from stemma.errors import ConfigError
+from stemma_lab.closed_loop import LOOP_ORDERS, LoopServer, make_loop, run_loop
 from stemma_lab.columns import ColumnAdvice, advise_columns, read_table
 from stemma_lab.commands.replay import load_trace
 from stemma_lab.order import ORDERS, QueueServer, replay_order
 from stemma_lab.savings import PrefillModel
+from stemma_lab.traces.columns import Trace
 
 
 def command(
@@ -35,7 +38,13 @@ def command(
     ] = None,
     capacity: Annotated[int, typer.Option(min=1, help="Cache size in blocks of the trace.")] = 10_000,
     policy: Annotated[str, typer.Option(help="Eviction policy.")] = "lru",
-    orders: Annotated[str, typer.Option(help="Orders, comma-separated.")] = ",".join(ORDERS),
+    orders: Annotated[str | None, typer.Option(help="Orders, comma-separated; default: all.")] = None,
+    closed_loop: Annotated[
+        bool,
+        typer.Option(
+            help="Let a session's next request come its gap after its answer; `resident` is an order."
+        ),
+    ] = False,
     time_scale: Annotated[
         float, typer.Option(min=0.0, help="Multiply arrival times; below 1 adds load, 0 is one batch.")
     ] = 1.0,
@@ -55,14 +64,19 @@ def command(
     if trace_path is None:
         raise ConfigError("name a trace, or a table with --columns")
     trace = load_trace(console, trace_path, None, False, None, limit)
+    if closed_loop:
+        prefill = PrefillModel(prefill_tokens_per_s, attention_equal_at)
+        loop_server = LoopServer(capacity, policy, prefill, ageing_s=ageing_s)
+        _tell_loop(console, trace, _names(orders, LOOP_ORDERS), loop_server, json_path)
+        return
     server = QueueServer(capacity, policy, PrefillModel(prefill_tokens_per_s, attention_equal_at), ageing_s)
     results = []
-    for order in (name.strip() for name in orders.split(",")):
+    for order in _names(orders, ORDERS):
         with open_progress(order) as progress:
             counter = StepCounter(progress, order, trace.num_requests)
             results.append(replay_order(trace, order, server, time_scale, counter.advance))
     table = Table(
-        title=f"{trace.name}: {capacity:,} blocks, {policy}, arrival times x {time_scale:g}",
+        title=f"{trace.version}: {capacity:,} blocks, {policy}, arrival times x {time_scale:g}",
         title_justify="left",
     )
     for name in ("order", "block hit ratio", "of the optimum", "wait mean", "wait p99", "busy"):
@@ -78,7 +92,34 @@ def command(
         )
     console.print(table)
     if json_path is not None:
-        write_json(json_path, [result.as_dict() for result in results])
+        write_json(json_path, trace.version.on([result.as_dict() for result in results]))
+
+
+def _names(orders: str | None, known: Sequence[str]) -> list[str]:
+    return list(known) if orders is None else [name.strip() for name in orders.split(",")]
+
+
+def _tell_loop(
+    console: Console, trace: Trace, orders: list[str], server: LoopServer, json_path: Path | None
+) -> None:
+    """Run sessions in a closed loop: what is computed, and how long turns take, by order."""
+    loop = make_loop(trace, server)
+    with open_progress("serving") as progress:
+        counter = StepCounter(progress, "serving", len(orders))
+        results = [run_loop(loop, order, server).as_dict() for order in counter.over(orders)]
+    title = f"{trace.version}: {server.capacity_blocks:,} blocks, {server.policy}, closed loop"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for name in ("order", "computed", "turn, mean", "p50", "p99", "slowdown p50", "worst", "ended"):
+        table.add_column(name, justify="left" if name == "order" else "right")
+    for result in results:
+        table.add_row(*(cell if isinstance(cell, str) else _short(cell) for cell in result.values()))
+    console.print(table)
+    if json_path is not None:
+        write_json(json_path, trace.version.on(results))
+
+
+def _short(value: float) -> str:
+    return f"{value / 1e6:,.1f} M" if value >= 1e6 else f"{value:,.1f}"
 
 
 def _counter(tokenizer: Path | None) -> Callable[[str], int]:

@@ -92,7 +92,8 @@ def command(
     _print(console, layout, workload, base, gains, curves)
     if json_path is not None:
         data = {"bytes_per_token": workload.bytes_per_token, "block_bytes": workload.block_bytes}
-        write_json(json_path, {**data, "base": base, "next_gigabyte": gains, "curves": curves})
+        figures = {**data, "base": base, "next_gigabyte": gains, "curves": curves}
+        write_json(json_path, columns.version.on(figures))
     if html_path is not None:
         from stemma_lab.plan_html import write_plan_report  # plotly is an extra
 
@@ -122,7 +123,7 @@ def _print(
     if layout.compressed is not None:
         kept = f"entries of {len(layout.compressed.layers)} layers"
     console.print(f"KV of a token: {workload.bytes_per_token:,} bytes ({kept})")
-    table = Table(title="tiers", title_justify="left")
+    table = Table(title=f"{workload.trace.version}: tiers", title_justify="left")
     for name in ("tier", "size", "tokens", f"blocks of {workload.trace.block_size}", "token hit ratio"):
         table.add_column(name, justify="left" if name == "tier" else "right")
     for tier, ratio in zip(base.tiers, base.token_hit_ratios, strict=True):

@@ -34,7 +34,8 @@ from stemma_lab.served import served_tokens
 from stemma_lab.tiers import SHARINGS, TierPlan, replay_tiers
 from stemma_lab.traces.columns import Trace, collect
 from stemma_lab.traces.openai_chat import ChatTokenizer
-from stemma_lab.traces.reader import open_trace
+from stemma_lab.traces.reader import FORMATS, open_trace
+from stemma_lab.traces.version import digest_of
 
 DEFAULT_CAPACITIES = "1000,3000,5000,10000,20000,30000,50000,100000"
 _WIDEST_TABLE = 1000
@@ -54,9 +55,7 @@ def replay_command(
     ] = "blocks",
     trace_format: Annotated[
         str | None,
-        typer.Option(
-            "--format", help="mooncake, aiperf, bailian, weka, stemma, openai or azure; default: by looks."
-        ),
+        typer.Option("--format", help=f"One of {', '.join(FORMATS)}; default: by looks."),
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Checkpoint whose tokenizer reads an OpenAI chat trace.")
@@ -117,7 +116,7 @@ def replay_command(
             report = replay_clusters(trace, policies, sizes, (replicas, router), cluster, progress)
         Console(width=_WIDEST_TABLE).print(replica_table(trace, report, cluster))
         if json_path is not None:
-            write_json(json_path, [result.as_dict() for result in report])
+            write_json(json_path, trace.version.on([result.as_dict() for result in report]))
         return
     costs = parse_cost(cost, trace, model)
     results = _replay_all(trace, policies, sizes, costs)
@@ -203,7 +202,7 @@ def load_trace(
             requests = (request for _, request in zip(range(limit), requests, strict=False))
         # The block size may stand in a header line, so it is read after the first request.
         collected = collect(path.name, lambda: reader.format.block_size, requests, reader.format.caveats)
-    collected = replace(collected, measured=reader.format.measured)
+    collected = replace(collected, measured=reader.format.measured, sha256=digest_of(path))
     if reader.num_bad:
         console.print(f"{reader.num_bad} bad lines skipped", style="yellow")
         for reason in reader.bad_lines:
@@ -279,7 +278,7 @@ def _write_files(
     html_path: Path | None,
 ) -> None:
     if json_path is not None:
-        write_json(json_path, rows)
+        write_json(json_path, trace.version.on(rows))
         console.print(f"rows: {json_path}")
     if html_path is not None:
         from stemma_lab.html import write_replay_report  # plotly is an extra

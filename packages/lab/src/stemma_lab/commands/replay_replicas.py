@@ -75,7 +75,7 @@ def replay_clusters(
 def replica_table(trace: Trace, results: list[ClusterResult], cluster: Cluster) -> Table:
     """Return a line per result."""
     about = f"busy {cluster.busy:.0%}, events {cluster.event_lag_s:g} s late, {cluster.event_loss:.0%} lost"
-    table = Table(title=f"{trace.name}: {about}", title_justify="left")
+    table = Table(title=f"{trace.version}: {about}", title_justify="left")
     for name in ("policy", "router"):
         table.add_column(name)
     for name in ("replicas", "blocks each", "block hit ratio", "first token, mean", "p99", "busiest / mean"):

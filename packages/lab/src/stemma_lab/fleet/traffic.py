@@ -231,7 +231,7 @@ def traffic_of(trace: Trace, busy: float, num_servers: int, prefill: PrefillMode
     prompts = np.where(num_prompt > 0, run_of[trace.block_ids[last_prompt]], -1)
     answers = np.where(lengths > num_prompt, run_of[trace.block_ids[ends]], -1)
     return Traffic(
-        trace.name,
+        str(trace.version),
         trace.block_size,
         run_blocks,
         run_before,

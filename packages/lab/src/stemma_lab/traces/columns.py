@@ -17,6 +17,7 @@ from stemma.errors import ConfigError
 from stemma.prefix.eviction.policy import Conclusion, Ending
 from stemma.types import TokenArray
 from stemma_lab.traces.request import Measured, RawIds, TraceRequest
+from stemma_lab.traces.version import TraceVersion
 
 Int64 = npt.NDArray[np.int64]
 
@@ -51,9 +52,18 @@ class Trace:
     held_s: npt.NDArray[np.float64]
     """Shape [num_requests, 3]: seconds from arrival until each request got its blocks, had its first token,
     and freed its blocks; NaN where unknown."""
+    gaps_s: npt.NDArray[np.float64]
+    """Seconds from the end of the session's answer before until each request came; NaN where unknown."""
     caveats: tuple[str, ...] = ()
     measured: Measured | None = None
     """The cache that `cached_tokens` tell of."""
+    sha256: str = ""
+    """Of the file; empty for a trace that was made up."""
+
+    @property
+    def version(self) -> TraceVersion:
+        """What names this trace in figures."""
+        return TraceVersion(self.name, self.sha256, self.num_requests)
 
     @property
     def num_requests(self) -> int:
@@ -128,6 +138,7 @@ class Trace:
             endings=self.endings[:num],
             tools=self.tools[:num],
             held_s=self.held_s[:num],
+            gaps_s=self.gaps_s[:num],
         )
 
 
@@ -148,16 +159,13 @@ def collect(
     counts: list[tuple[int, ...]] = []
     chains: list[RawIds] = []
     held: list[tuple[float, float, float]] = []
+    gaps: list[float] = []
     tools: dict[tuple[str, ...], int] = {(): -1}
     for request in requests:
         timestamps.append(request.timestamp_s)
-        session = -1 if request.session is None else request.session
-        turn = 0 if request.turn is None else request.turn
-        num_prompt = request.num_prompt_blocks
-        cached = -1 if request.num_cached_tokens is None else request.num_cached_tokens
-        lengths = (request.input_tokens, request.output_tokens, num_prompt)
         called = tools.setdefault(request.tools, len(tools) - 1)
-        counts.append((*lengths, session, turn, cached, int(request.ending), called))
+        counts.append((*_counts(request), called))
+        gaps.append(np.nan if request.gap_s is None else request.gap_s)
         held.append(request.held_s or (np.nan, np.nan, np.nan))
         chains.append(request.block_ids)
     if not timestamps:
@@ -185,11 +193,34 @@ def collect(
         sessions=columns[:, 3],
         turns=columns[:, 4],
         cached_tokens=columns[:, 5],
-        endings=columns[:, 6],
-        tools=columns[:, 7],
+        endings=_endings(columns[:, 3], columns[:, 6], columns[:, 7]),
+        tools=columns[:, 8],
         held_s=np.asarray(held, dtype=np.float64)[order],
+        gaps_s=np.asarray(gaps, dtype=np.float64)[order],
         caveats=caveats,
     )
+
+
+def _counts(request: TraceRequest) -> tuple[int, ...]:
+    """Return lengths, session, turn, cached tokens, and who went on after the answer and the one before."""
+    session = -1 if request.session is None else request.session
+    turn = 0 if request.turn is None else request.turn
+    cached = -1 if request.num_cached_tokens is None else request.num_cached_tokens
+    lengths = (request.input_tokens, request.output_tokens, request.num_prompt_blocks)
+    return (*lengths, session, turn, cached, int(request.ending), int(request.follows))
+
+
+def _endings(sessions: Int64, endings: Int64, follows: Int64) -> Int64:
+    """Return who went on after each answer, also where only the session's next request tells it."""
+    told = endings.copy()
+    latest: dict[int, int] = {}
+    for request, (session, ending) in enumerate(zip(sessions.tolist(), follows.tolist(), strict=True)):
+        before = latest.get(session)
+        if before is not None and ending != Ending.UNKNOWN and told[before] == Ending.UNKNOWN:
+            told[before] = ending
+        if session >= 0:
+            latest[session] = request
+    return told
 
 
 def _densify(raw: RawIds, offsets: Int64) -> tuple[TokenArray, int]:

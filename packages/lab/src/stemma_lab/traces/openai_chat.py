@@ -51,13 +51,9 @@ class OpenAIChatFormat(LineFormat):
         body = record.get("body", record)
         if not isinstance(body, dict):
             raise TraceError("field 'body' isn't an object", line_number=number)
-        messages = take(body, "messages", number)
-        if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
-            raise TraceError("field 'messages' isn't a list of objects", line_number=number)
-        try:
-            tokens = self._tokenizer.apply_chat_template(messages, tools=_tools(body))
-        except (InvalidRequest, KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"the tokenizer rejects the messages: {error}", line_number=number) from error
+        tokens = tokens_of(
+            self._tokenizer, take(body, "messages", number), _tools(body), ("messages", number)
+        )
         ids = chain_ids(tokens, self.block_size)
         user = record.get("user", body.get("user"))
         return TraceRequest(
@@ -68,6 +64,22 @@ class OpenAIChatFormat(LineFormat):
             num_prompt_blocks=len(ids),
             session=None if user is None else _hash64(str(user).encode()),
         )
+
+
+def tokens_of(
+    tokenizer: ChatTokenizer,
+    messages: object,
+    tools: Sequence[Mapping[str, Any]] | None,
+    place: tuple[str, int],
+) -> TokenArray:
+    """Return a conversation's tokens; `place`: field and line of its messages. Raises TraceError."""
+    name, number = place
+    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+        raise TraceError(f"field {name!r} isn't a list of objects", line_number=number)
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools)
+    except (InvalidRequest, KeyError, TypeError, ValueError) as error:
+        raise TraceError(f"the tokenizer rejects the messages: {error}", line_number=number) from error
 
 
 def chain_ids(tokens: TokenArray, block_size: int) -> RawIds:

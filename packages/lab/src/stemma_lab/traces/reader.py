@@ -3,24 +3,60 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, ClassVar, Protocol, cast
 
 import orjson
 
 from stemma.errors import ConfigError, StorageError, TraceError
 from stemma_lab.traces.aiperf import AiperfFormat
-from stemma_lab.traces.azure import AzureFormat
 from stemma_lab.traces.bailian import BailianFormat
+from stemma_lab.traces.dynamo import DynamoFormat
+from stemma_lab.traces.lengths import AzureFormat, BurstFormat
+from stemma_lab.traces.lmcache import LmcacheFormat
 from stemma_lab.traces.mooncake import MooncakeFormat
 from stemma_lab.traces.openai_chat import ChatTokenizer, OpenAIChatFormat
 from stemma_lab.traces.recorded import RecordedFormat
 from stemma_lab.traces.request import TraceFormat, TraceRequest
 from stemma_lab.traces.weka import WekaFormat
 
-FORMATS = ("mooncake", "aiperf", "bailian", "weka", "stemma", "openai", "azure")
+_PLAIN: tuple[type[TraceFormat], ...] = (
+    MooncakeFormat,
+    AiperfFormat,
+    BailianFormat,
+    DynamoFormat,
+    WekaFormat,
+    RecordedFormat,
+    AzureFormat,
+    BurstFormat,
+)
+
+
+class _Recognisable(Protocol):
+    """A format of JSON objects."""
+
+    name: ClassVar[str]
+
+    @staticmethod
+    def recognises(record: Mapping[str, object]) -> bool: ...
+
+
+_TEXT: tuple[type[OpenAIChatFormat] | type[LmcacheFormat], ...] = (OpenAIChatFormat, LmcacheFormat)
+"""Formats that hold text: a tokenizer makes blocks of it."""
+_BY_LOOKS: tuple[type[_Recognisable], ...] = (
+    RecordedFormat,
+    DynamoFormat,
+    BailianFormat,
+    AiperfFormat,
+    MooncakeFormat,
+    WekaFormat,
+    LmcacheFormat,
+    OpenAIChatFormat,
+)
+"""The first that recognises a line reads the file."""
+FORMATS = tuple(one.name for one in (*_PLAIN, *_TEXT))
 _MAX_REPORTED = 20
 
 
@@ -69,21 +105,15 @@ def open_trace(
     fits the first line.
     """
     name = format_name if format_name is not None else _recognise(path)
-    if name == "openai":
-        if tokenizer is None:
-            raise ConfigError("OpenAI chat traces hold text: name a tokenizer (--tokenizer PATH)")
-        return TraceReader(path, OpenAIChatFormat(tokenizer()), skip_bad, progress)
-    plain: dict[str, Callable[[], TraceFormat]] = {
-        "mooncake": MooncakeFormat,
-        "aiperf": AiperfFormat,
-        "bailian": BailianFormat,
-        "weka": WekaFormat,
-        "stemma": RecordedFormat,
-        "azure": AzureFormat,
-    }
-    if name not in plain:
-        raise ConfigError(f"unknown trace format {name!r}; known: {', '.join(FORMATS)}")
-    return TraceReader(path, plain[name](), skip_bad, progress)
+    for text_format in _TEXT:
+        if text_format.name == name:
+            if tokenizer is None:
+                raise ConfigError(f"traces of {name} hold text: name a tokenizer (--tokenizer PATH)")
+            return TraceReader(path, text_format(tokenizer()), skip_bad, progress)
+    for plain in _PLAIN:
+        if plain.name == name:
+            return TraceReader(path, plain(), skip_bad, progress)
+    raise ConfigError(f"unknown trace format {name!r}; known: {', '.join(FORMATS)}")
 
 
 def _records(path: Path, trace_format: TraceFormat) -> Iterator[bytes]:
@@ -136,22 +166,16 @@ def _recognise(path: Path) -> str:
         for number, line in enumerate(file, start=1):
             if number > 100:
                 break
-            if AzureFormat.recognises_header(line):
-                return "azure"
+            for lengths in (AzureFormat, BurstFormat):
+                if lengths.recognises_header(line):
+                    return lengths.name
             try:
                 record = orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue
             if not isinstance(record, dict):
                 continue
-            for name, recognises in (
-                ("stemma", RecordedFormat.recognises),
-                ("bailian", BailianFormat.recognises),
-                ("aiperf", AiperfFormat.recognises),
-                ("mooncake", MooncakeFormat.recognises),
-                ("weka", WekaFormat.recognises),
-                ("openai", OpenAIChatFormat.recognises),
-            ):
-                if recognises(record):
-                    return name
+            for one in _BY_LOOKS:
+                if one.recognises(record):
+                    return one.name
     raise TraceError(f"no known format fits; name one of {', '.join(FORMATS)}", line_number=1)

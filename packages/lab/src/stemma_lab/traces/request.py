@@ -46,6 +46,11 @@ class TraceRequest:
     held_s: tuple[float, float, float] | None = None
     """Seconds from arrival until it got its blocks, had its first token, and freed its blocks, if the trace
     knows them."""
+    gap_s: float | None = None
+    """Seconds from the end of its session's answer before until it came, tools' time among them, if the trace
+    knows them."""
+    follows: Ending = Ending.UNKNOWN
+    """Who went on after its session's answer before, where the trace tells it only now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +155,13 @@ def take_ids(record: Mapping[str, object], key: str, number: int) -> RawIds:
     if len(np.unique(ids)) != len(ids):
         raise TraceError(f"field {key!r} repeats an id: these aren't chained prefix ids", line_number=number)
     return ids
+
+
+def scoped_ids(ids: RawIds, scope: int, number: int) -> RawIds:
+    """Return ids that no other scope has; raise TraceError unless all are 0 to 2^40 - 1."""
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < _MOST:
+        raise TraceError(f"field 'hash_ids' has numbers outside 0..{_MOST - 1}", line_number=number)
+    return ids + scope * _MOST
 
 
 def check_block_count(num_ids: int, input_tokens: int, block_size: int, number: int) -> None:

@@ -19,10 +19,10 @@ from typing import ClassVar, cast
 from stemma.errors import TraceError
 from stemma_lab.traces.json_lines import parse_object
 from stemma_lab.traces.request import (
-    RawIds,
     TraceFormat,
     TraceRequest,
     ending_of,
+    scoped_ids,
     take,
     take_count,
     take_number,
@@ -31,7 +31,6 @@ from stemma_lab.traces.request import (
 
 BEGINNINGS_EVERY_S = 60.0
 """Seconds from one conversation's beginning to the next one's."""
-_MOST_BLOCKS = 1 << 40
 _DEEPEST = 8
 """Subagents within subagents."""
 Record = Mapping[str, object]
@@ -93,7 +92,7 @@ class WekaFormat(TraceFormat):
     def _request(
         self, entry: Record, begins_s: float, scope: int, number: int, place: tuple[int, int]
     ) -> TraceRequest:
-        ids = _scoped(take_numbers(entry, "hash_ids", number), scope, number)
+        ids = scoped_ids(take_numbers(entry, "hash_ids", number), scope, number)
         return TraceRequest(
             timestamp_s=begins_s + take_number(entry, "t", number),
             block_ids=ids,
@@ -113,9 +112,3 @@ def _offset_of(subagent: Record, number: int) -> float:
     first = inner[0] if isinstance(inner, list) and inner and isinstance(inner[0], dict) else {}
     earliest = first.get("t")
     return begins if isinstance(earliest, int | float) and earliest < begins else 0.0
-
-
-def _scoped(ids: RawIds, scope: int, number: int) -> RawIds:
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < _MOST_BLOCKS:
-        raise TraceError(f"field 'hash_ids' has numbers outside 0..{_MOST_BLOCKS - 1}", line_number=number)
-    return ids + scope * _MOST_BLOCKS
