@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from stemma.server.door.caller import caller
 from stemma.server.observe.logs import FIELDS
-from stemma.server.observe.watches import RequestRecord
+
+if TYPE_CHECKING:  # it brings torch, which a router does without
+    from stemma.server.observe.watches import RequestRecord
 
 logger = logging.getLogger("stemma.requests")
 _SAFE = frozenset("-_.:/[]{}")

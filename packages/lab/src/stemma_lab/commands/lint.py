@@ -52,7 +52,7 @@ def command(
         Path | None, typer.Option("--markdown", metavar="FILE", help="Write as Markdown for a pull request.")
     ] = None,
 ) -> None:
-    """Say what prompts share, where they part, what that costs, and what to move."""
+    """Say what prompts share, where they part, what that costs, and what to move; a budget for CI."""
     from stemma.insight.prices import PriceTable
     from stemma_lab.lint.files import Reporter  # torch takes seconds to import
     from stemma_lab.lint.sarif import as_sarif
