@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packages.lab.tests.test_traces import LetterTokenizer
+from packages.lab.tests.letters import LetterTokenizer
 
 from stemma.errors import ConfigError, TraceError
 from stemma.prefix.eviction.policy import Ending

@@ -16,7 +16,7 @@ from stemma_lab.closed_loop import (
     Loop,
     LoopServer,
     ResidentSessions,
-    _Turn,
+    WaitingTurn,
     make_loop,
     run_loop,
 )
@@ -52,7 +52,7 @@ def sessions_trace(seed: int, num_sessions: int = 5, num_turns: int = 6) -> Trac
     return replace(trace_of(requests), sessions=np.asarray(sessions, dtype=np.int64), gaps_s=gaps)
 
 
-def whole_cost(loop: Loop, cache: TraceCache, turn: _Turn) -> float:
+def whole_cost(loop: Loop, cache: TraceCache, turn: WaitingTurn) -> float:
     """Return the seconds to compute a prompt; the last token always is, so whole hits aren't asked for."""
     length = loop.trace.input_tokens.item(turn.request)
     return (length - 4 * cache.num_cached(loop.trace.blocks_of(turn.request))) / 4.0
@@ -71,11 +71,11 @@ def second_by_second(loop: Loop, order: str, server: LoopServer) -> list[float]:
     later = set(loop.following.tolist())
     comes = {r: loop.gaps_s.item(r) for r in range(trace.num_requests) if r not in later}
     took = [0.0] * trace.num_requests
-    waiting: dict[int, _Turn] = {}
+    waiting: dict[int, WaitingTurn] = {}
     now = free = 0
     while comes or waiting:
         for request in sorted((r for r, at in comes.items() if at <= now), key=lambda r: (comes[r], r)):
-            waiting[request] = _Turn(loop, request, comes.pop(request))
+            waiting[request] = WaitingTurn(loop, request, comes.pop(request))
         if now >= free and waiting:
             turns: list[Any] = list(waiting.values())
             if order == "resident":

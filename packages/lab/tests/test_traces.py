@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from packages.lab.tests.letters import LetterTokenizer
 
 from stemma.engine.trace_log import FinishedRequest, TraceHeader, TraceLog
 from stemma.errors import ConfigError, StorageError, TraceError
@@ -15,7 +16,7 @@ from stemma.prefix.eviction.policy import Conclusion, Ending
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import FinishReason, RetentionHint, Tier
 from stemma_lab.traces.columns import Trace, collect
-from stemma_lab.traces.openai_chat import ChatTokenizer, chain_ids
+from stemma_lab.traces.openai_chat import chain_ids
 from stemma_lab.traces.reader import open_trace
 from stemma_lab.traces.request import Measured
 
@@ -126,14 +127,6 @@ class TestAzure:
         )
         with pytest.raises(TraceError, match="line 2: field 'input' isn't a count: 'x'"):
             read(path)
-
-
-class LetterTokenizer(ChatTokenizer):
-    """One token a letter."""
-
-    def apply_chat_template(self, messages, *, tools=None):
-        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
 
 
 class TestOpenAIChat:

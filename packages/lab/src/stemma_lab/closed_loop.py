@@ -97,7 +97,7 @@ class Loop:
     """What each request takes alone, with an unlimited cache."""
 
 
-class _Turn:
+class WaitingTurn:
     """A request that waits, in the shape that `engine/core/ordering.py` sorts."""
 
     __slots__ = ("age", "arrival", "num_blocks", "request", "session", "was_preempted")
@@ -128,7 +128,7 @@ class ResidentSessions:
     capacity_blocks: int
     hold_s: float
     bound_s: float
-    cost_s: Callable[[_Turn], float]
+    cost_s: Callable[[WaitingTurn], float]
     """Seconds to compute what isn't cached of a request."""
     overdue_share: float
     """Of the server's time, for those that waited longer than `bound_s`."""
@@ -137,7 +137,7 @@ class ResidentSessions:
     """Since when nobody with a place asks, while others wait."""
     _places: dict[int, _Place] = field(default_factory=dict)
 
-    def choose_from(self, waiting: Iterable[_Turn], now: float) -> list[_Turn]:
+    def choose_from(self, waiting: Iterable[WaitingTurn], now: float) -> list[WaitingTurn]:
         """Return the requests that may be served, after giving places to those that fit."""
         turns = order_fcfs(waiting)
         self._give_places(turns, now)
@@ -149,7 +149,7 @@ class ResidentSessions:
             self._idle_since_s = None
         return chosen
 
-    def _give_places(self, turns: list[_Turn], now: float) -> None:
+    def _give_places(self, turns: list[WaitingTurn], now: float) -> None:
         for turn in turns:
             if turn.session in self._places:
                 self._places[turn.session].busy_until_s = math.inf
@@ -160,7 +160,7 @@ class ResidentSessions:
             if turn.session not in self._places and self._fits(turn):
                 self._places[turn.session] = _Place(turn.num_blocks, now)
 
-    def _overdue(self, turns: list[_Turn], now: float) -> _Turn | None:
+    def _overdue(self, turns: list[WaitingTurn], now: float) -> WaitingTurn | None:
         """Give the oldest without a place one, if it has waited for long and such have had their share."""
         without = next((turn for turn in turns if turn.session not in self._places), None)
         if without is None or now < max(without.arrival + self.bound_s, self._overdue_from_s):
@@ -169,7 +169,7 @@ class ResidentSessions:
         self._take_places(without, now, lambda place: place.since_s)
         return without
 
-    def _bought(self, turns: list[_Turn], now: float) -> list[_Turn]:
+    def _bought(self, turns: list[WaitingTurn], now: float) -> list[WaitingTurn]:
         """Give the cheapest a place, if the server has idled for as long as it takes."""
         if self._idle_since_s is None:
             self._idle_since_s = now
@@ -180,11 +180,11 @@ class ResidentSessions:
         self._take_places(cheapest, now, lambda place: place.busy_until_s)
         return [cheapest]
 
-    def _cheapest(self, turns: list[_Turn]) -> tuple[float, _Turn]:
+    def _cheapest(self, turns: list[WaitingTurn]) -> tuple[float, WaitingTurn]:
         costs = [(self.cost_s(turn), turn) for turn in turns[:MAX_MATCHED]]
         return min(costs, key=lambda item: item[0])
 
-    def _take_places(self, turn: _Turn, now: float, rank: Callable[[_Place], float]) -> None:
+    def _take_places(self, turn: WaitingTurn, now: float, rank: Callable[[_Place], float]) -> None:
         """Give a place, and take those of the lowest rank until all fit."""
         for session, _ in sorted(self._places.items(), key=lambda item: rank(item[1])):
             if self._fits(turn):
@@ -192,12 +192,12 @@ class ResidentSessions:
             del self._places[session]
         self._places[turn.session] = _Place(turn.num_blocks, now)
 
-    def served(self, turn: _Turn, ends_s: float) -> None:
+    def served(self, turn: WaitingTurn, ends_s: float) -> None:
         """Note that a request's answer ends at `ends_s`."""
         place = self._places[turn.session]
         place.num_blocks, place.busy_until_s = turn.num_blocks, ends_s
 
-    def wakes_s(self, waiting: Iterable[_Turn], now: float) -> float:
+    def wakes_s(self, waiting: Iterable[WaitingTurn], now: float) -> float:
         """Return when places may be free that aren't now, if nobody comes before."""
         holds = [one.busy_until_s + self.hold_s for one in self._places.values()]
         turns = order_fcfs(waiting)
@@ -205,7 +205,7 @@ class ResidentSessions:
         ends = [] if self._idle_since_s is None else [self._idle_since_s + self._cheapest(turns)[0]]
         return min((at for at in (*holds, *bounds, *ends) if at > now), default=math.inf)
 
-    def _fits(self, turn: _Turn) -> bool:
+    def _fits(self, turn: WaitingTurn) -> bool:
         used = sum(place.num_blocks for place in self._places.values())
         return not self._places or used + turn.num_blocks <= self.capacity_blocks
 
@@ -259,7 +259,7 @@ class _Simulation:
         firsts = np.setdiff1d(np.arange(loop.trace.num_requests), loop.following)
         self._coming = [(loop.gaps_s.item(request), request) for request in firsts.tolist()]
         heapq.heapify(self._coming)
-        self._waiting: dict[int, _Turn] = {}
+        self._waiting: dict[int, WaitingTurn] = {}
         self._turn_s = np.zeros(loop.trace.num_requests)
         self._num_computed = 0
         self._ended_s = 0.0
@@ -269,15 +269,15 @@ class _Simulation:
         while self._coming or self._waiting:
             while self._coming and self._coming[0][0] <= now:
                 arrival, request = heapq.heappop(self._coming)
-                self._waiting[request] = _Turn(self._loop, request, arrival)
+                self._waiting[request] = WaitingTurn(self._loop, request, arrival)
             turn = self._choose(now)
             now = self._next_s(now) if turn is None else self._serve(turn, now)
         sessions = np.unique(self._loop.sessions, return_inverse=True)[1]
         slowdowns = np.bincount(sessions, self._turn_s) / np.bincount(sessions, self._loop.alone_s)
         return LoopResult(self._order, self._num_computed, self._turn_s, slowdowns, self._ended_s)
 
-    def _choose(self, now: float) -> _Turn | None:
-        turns: list[_Turn] = list(self._waiting.values())
+    def _choose(self, now: float) -> WaitingTurn | None:
+        turns: list[WaitingTurn] = list(self._waiting.values())
         if self._order == "resident":
             turns = self._resident.choose_from(turns, now)
         if not turns or self._order == "fcfs":
@@ -285,10 +285,10 @@ class _Simulation:
         patience_s = math.inf if self._order == "longest-prefix" else self._server.ageing_s
         return order_longest_prefix(turns, self._num_cached, patience_s)[0]
 
-    def _num_cached(self, turn: _Turn) -> int:
+    def _num_cached(self, turn: WaitingTurn) -> int:
         return self._cache.num_cached(self._loop.trace.blocks_of(turn.request))
 
-    def _cost_s(self, turn: _Turn) -> float:
+    def _cost_s(self, turn: WaitingTurn) -> float:
         trace = self._loop.trace
         length = trace.input_tokens.item(turn.request)
         return float(
@@ -300,7 +300,7 @@ class _Simulation:
         comes = self._coming[0][0] if self._coming else math.inf
         return min(comes, self._resident.wakes_s(self._waiting.values(), now))
 
-    def _serve(self, turn: _Turn, now: float) -> float:
+    def _serve(self, turn: WaitingTurn, now: float) -> float:
         """Compute a prompt; return when the server is free."""
         loop, request = self._loop, turn.request
         trace = loop.trace

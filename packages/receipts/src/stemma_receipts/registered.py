@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,8 +17,9 @@ from stemma.server.guest_apis import GuestApi
 from stemma.server.operator.context import OperatorContext
 from stemma.server.routes import PUBLIC, Router
 from stemma_receipts.identity import Identity, computation_of, identity_of
-from stemma_receipts.keys import key_id, public_pem, read_private_key
-from stemma_receipts.observer import Signer
+
+if TYPE_CHECKING:  # imported where a server signs: the others start without it
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 router = Router(openai_error)
 
@@ -29,6 +30,8 @@ async def receipts_key(request: Request) -> Response:
     key: Ed25519PrivateKey | None = getattr(request.app.state, "receipts_key", None)
     if key is None:
         raise NotFound("this server signs no receipts (--receipts)")
+    from stemma_receipts.keys import key_id, public_pem
+
     public = key.public_key()
     return json_response({"keyid": key_id(public), "public_key": public_pem(public).decode()})
 
@@ -39,6 +42,8 @@ def begin(app: FastAPI) -> AbstractAsyncContextManager[None] | None:
     path = context.settings.server.receipts
     if path is None:
         return None
+    from stemma_receipts.keys import read_private_key
+
     computation_of(context.engine.key_space)
     app.state.receipts_key = key = read_private_key(path)
     return _signing(app, context, key)
@@ -47,6 +52,8 @@ def begin(app: FastAPI) -> AbstractAsyncContextManager[None] | None:
 @asynccontextmanager
 async def _signing(app: FastAPI, context: OperatorContext, key: Ed25519PrivateKey) -> AsyncIterator[None]:
     """Sign until it is left. All weights are read beside the first requests."""
+    from stemma_receipts.observer import Signer
+
     engine, settings = context.engine, context.settings.engine
 
     def identity() -> Identity:

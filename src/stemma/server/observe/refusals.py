@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 
 from stemma.errors import EngineFailed, GenerationFailed, InvalidRequest, StemmaError
-from stemma.insight.lately import Lately
 from stemma.server.door.caller import caller
+from stemma.server.observe.lately import Lately
 from stemma.server.observe.request_log import log_refusal
 
 MAX_REFUSALS = 256

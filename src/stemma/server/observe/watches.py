@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stemma.engine.api import CacheReport, GenerationRequest
-from stemma.insight.lately import Lately
 from stemma.server.observe.collected import Collected, TurnObserver
+from stemma.server.observe.lately import Lately
 from stemma.server.observe.metrics import ServerMetrics, cached_share
 from stemma.types import FinishReason
 

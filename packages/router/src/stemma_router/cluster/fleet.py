@@ -19,7 +19,7 @@ from typing import Literal
 
 import xxhash
 
-from stemma.insight.lately import Lately
+from stemma.server.observe.lately import Lately
 from stemma.told import NOTHING, Told
 from stemma_router.cluster.answer_limit import answer_limit_s
 from stemma_router.cluster.cost import seats_of

@@ -26,11 +26,11 @@ from stemma.budgets import Holding
 from stemma.config.server_settings import ServerSettings
 from stemma.errors import ClientDisconnected, InvalidRequest, OverBudget, StemmaError
 from stemma.http import async_http_client
-from stemma.insight.lately import Lately
 from stemma.server.door.access import Access, is_loopback
 from stemma.server.door.caller import caller
 from stemma.server.door.ledger import shared
 from stemma.server.errors import STATUS_CLIENT_CLOSED, json_response, openai_error
+from stemma.server.observe.lately import Lately
 from stemma.server.observe.refusals import Refusals
 from stemma.server.schemas.json_input import parse_json
 from stemma.server.transport.incoming import limited_chunks, unless_disconnected

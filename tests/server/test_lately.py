@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stemma.insight.lately import GROWTH, HOUR_S, SLOT_S, Lately
+from stemma.server.observe.lately import GROWTH, HOUR_S, SLOT_S, Lately
 
 
 class Clock:
