@@ -37,12 +37,6 @@ NEVER_AT_START = (
     ),
     *("stemma_mindie.config", "stemma_mindie.modelslim", "stemma_lab.advice"),
     *("stemma_router", "stemma_connect"),
-        "stemma_mindie.config",
-        "stemma_mindie.modelslim",
-        "stemma_lab.advice",
-        "stemma_router",
-        "stemma_connect",
-    ),
 )
 """What a server of a plain dense model needs only if it is asked to do more."""
 HEAVY = ("torch", "transformers", "numpy", "fastapi", "pydantic", "sqlalchemy", "httpx", "stemma.config")
