@@ -13,7 +13,7 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -263,7 +263,23 @@ static int64_t go_on(uint8_t* ranks, int64_t n, const uint8_t* deeper) {
 }
 
 static void unpack_pairs(const uint8_t* in, int64_t n, uint8_t* ranks) {
-    for (int64_t i = 0; i < n; i += 4) std::memcpy(ranks + i, &KV_PAIRS.bytes[*in++], 4);
+    int64_t i = 0;
+#if defined(__SSE2__)
+    const __m128i pair = _mm_set1_epi8(3);
+    for (; i + 64 <= n; i += 64, in += 16) {
+        const __m128i four = _mm_loadu_si128((const __m128i*)in);
+        const __m128i first = _mm_and_si128(four, pair), second = _mm_and_si128(_mm_srli_epi16(four, 2), pair);
+        const __m128i third = _mm_and_si128(_mm_srli_epi16(four, 4), pair);
+        const __m128i fourth = _mm_and_si128(_mm_srli_epi16(four, 6), pair);
+        const __m128i a = _mm_unpacklo_epi8(first, second), b = _mm_unpacklo_epi8(third, fourth);
+        const __m128i c = _mm_unpackhi_epi8(first, second), d = _mm_unpackhi_epi8(third, fourth);
+        _mm_storeu_si128((__m128i*)(ranks + i), _mm_unpacklo_epi16(a, b));
+        _mm_storeu_si128((__m128i*)(ranks + i + 16), _mm_unpackhi_epi16(a, b));
+        _mm_storeu_si128((__m128i*)(ranks + i + 32), _mm_unpacklo_epi16(c, d));
+        _mm_storeu_si128((__m128i*)(ranks + i + 48), _mm_unpackhi_epi16(c, d));
+    }
+#endif
+    for (; i < n; i += 4) std::memcpy(ranks + i, &KV_PAIRS.bytes[*in++], 4);
 }
 
 static void join_row(const uint8_t* base, const uint8_t* missing, const uint8_t* ranks, const uint8_t* lower, int64_t n,

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -55,6 +56,8 @@ BACK_OFF_S = 30.0
 
 _SMALL_FILES_BYTES = 65536
 """Set aside for manifest and lock."""
+_PARALLEL_BYTES = 4 * 2**20
+"""Of packed blocks, from which a second thread is worth waking."""
 _RUN_BYTES = 16 * 2**20
 """Maximum bytes of adjacent blocks read in one call."""
 
@@ -127,6 +130,7 @@ class DiskStore(SlottedStore):
         self._monotonic = monotonic
         self._refused_until = -np.inf
         self._no_growth_until = -np.inf
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="stemma-disk-unpack")
         self._growing = threading.Lock()
         """Held while a slab is added, which may take seconds; the store's own lock isn't held then."""
         self._padding = bytes(self._manifest.slot_bytes - RECORD_BYTES - block_bytes)
@@ -261,6 +265,21 @@ class DiskStore(SlottedStore):
         outcomes: Sequence[tuple[ReadResult, str]],
     ) -> list[tuple[ReadResult, str]]:
         """Turn a HIT whose bytes fail their checksum into CORRUPT."""
+        packed_bytes = int(self._lengths[slots][self._lengths[slots] < self.block_bytes].sum())
+        half = len(slots) // 2 if packed_bytes >= _PARALLEL_BYTES else 0
+        if half == 0:
+            return self._prove_each(slots, keys, read, outcomes)
+        first = self._helper.submit(self._prove_each, slots[:half], keys[:half], read[:half], outcomes[:half])
+        rest = self._prove_each(slots[half:], keys[half:], read[half:], outcomes[half:])
+        return [*first.result(), *rest]
+
+    def _prove_each(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        read: Sequence[memoryview],
+        outcomes: Sequence[tuple[ReadResult, str]],
+    ) -> list[tuple[ReadResult, str]]:
         proven = []
         for slot, key, buffer, outcome in zip(slots, keys, read, outcomes, strict=True):
             record = np.frombuffer(self._table, RECORD_DTYPE, count=1, offset=slot * RECORD_BYTES)[0]
@@ -468,6 +487,7 @@ class DiskStore(SlottedStore):
         self._slabs.write_index(slot, record)
 
     def _free_all(self) -> None:
+        self._helper.shutdown(wait=False)
         self._write_last_uses()
         self._slabs.close()
         self._space.free()
