@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from stemma.config.settings import PoolSettings
 from stemma.memory.device.block_codec import BlockCodec
 from stemma.memory.tiers.block_store import BlockStore, PutResult, ReadResult
 from stemma.memory.tiers.disk.disk_store import DiskStore
+from stemma.memory.tiers.disk.spaces import Manifest, new_manifest
 from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.pool.opening import open_pool
 from stemma.native.process_memory import resident_bytes
@@ -196,3 +198,21 @@ def test_servers_of_either_setting_share_a_pool(tmp_path: Path, packs: bool) -> 
     assert (stored < 0.8 * 6 * BLOCK_BYTES) == packs
     for one in (writer, reader):
         one.close()
+
+
+def test_a_cleared_disk_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slabs are gone, and with them what their slots took."""
+
+    def four_slots(space: KeySpace, block_bytes: int, size_bytes: int) -> Manifest:
+        return replace(new_manifest(space, block_bytes, size_bytes), slots_per_slab=4)
+
+    monkeypatch.setattr("stemma.memory.tiers.disk.disk_store.new_manifest", four_slots)
+    disk = make_disk(tmp_path, codec())
+    put = [block for n in range(20) for block in blocks(f"a{n}", 4)]
+    for round_ in range(2):
+        for n in range(0, 80, 4):
+            assert disk.put_many(put[n : n + 4]) == [PutResult.STORED] * 4
+        assert disk.num_blocks > 50, round_
+        assert disk.clear() > 0
+        assert disk_bytes(tmp_path) < 2 * BLOCK_BYTES
+    disk.check()

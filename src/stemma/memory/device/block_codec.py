@@ -28,8 +28,6 @@ _HEAD = struct.Struct("<4sIIIQ")
 _MAGIC = b"SKV1"
 _LEAST_BYTES = 65536
 """Smaller blocks are kept as they are: on disk and in memory a block takes whole pages."""
-_MOST_NUMBERS = 1 << 24
-"""Of a segment: more are damage."""
 NUM_THREADS = 8
 """Threads that may pack or unpack: loads and their helpers, writers, the host tier's own, the pool's."""
 _scratch = threading.local()
@@ -92,7 +90,7 @@ def unpack(packed: memoryview, into: memoryview) -> bool:
     if kernels is None or packed.nbytes < _HEAD.size:
         return False
     magic, period, rows, num_bytes, check = _HEAD.unpack_from(packed)
-    if magic != _MAGIC or num_bytes != into.nbytes or not 0 < period * rows <= _MOST_NUMBERS or num_bytes % 2:
+    if magic != _MAGIC or num_bytes != into.nbytes or num_bytes % 2 or not 0 < 2 * period * rows <= num_bytes:
         return False
     source, target = np.frombuffer(packed, np.uint8), np.frombuffer(into, np.uint8)
     size = packed.nbytes - _HEAD.size

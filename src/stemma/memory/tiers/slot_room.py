@@ -75,6 +75,12 @@ class SlotRoom:
     def _paged(self, num_bytes: int) -> int:
         return paged(self._head_bytes + num_bytes)
 
+    def forget(self) -> None:
+        """Note that no slot has pages any more, and none is being written."""
+        self.num_bytes = 0
+        self._taken[:] = 0
+        self._idle.clear()
+
     def leave(self, slots: Sequence[int]) -> None:
         """Note that slots are free."""
         self._idle.update(dict.fromkeys(slots))

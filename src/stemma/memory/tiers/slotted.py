@@ -519,6 +519,7 @@ class SlottedStore(BlockStore):
         if slot is not None and self._room is not None:
             if not self._find_pages(slot, self._room):
                 self._index.free(slot)
+                self._room.leave([slot])
                 return None
             self._room.reserve(slot)
         return slot

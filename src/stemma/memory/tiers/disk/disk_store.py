@@ -173,6 +173,9 @@ class DiskStore(SlottedStore):
             if self._num_moving == 0 and self._index.rewind():
                 try:
                     self._slabs.shrink_to_nothing()
+                    self._no_growth_until = -np.inf
+                    if self._room is not None:
+                        self._room.forget()
                 except OSError as error:
                     self.counters.reasons[_reason(error)] += 1
             return count
