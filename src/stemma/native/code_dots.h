@@ -2,6 +2,9 @@
 // the order of its pairs; groups are added up in their order, whatever the number of rows:
 //
 //     acc = acc + scale * (sum of numbers * inputs), then acc + (offset - surplus * scale) * (sum of inputs).
+//
+// Where inputs are integers (FIXED_POINT), so are the sums of a piece, which begin with what takes the surplus off; they
+// take the piece's power of two, and pieces are added up in float.
 #pragma once
 
 #include "code_inputs.h"
@@ -12,6 +15,51 @@
 struct CenteredDot : WideDot {};
 template <class K>
 constexpr bool CENTERED = std::is_same<K, CenteredDot>::value;
+template <class K>
+constexpr bool INTEGERS = std::is_same<K, FixedDot>::value;
+template <class K>
+using SumOf = std::conditional_t<INTEGERS<K>, v16i, v16f>;
+
+constexpr int64_t GROUPS_TOGETHER = 8;  // whose sums wait as integers until all of them are scaled
+
+// Scales and offsets of a group as floats, for the lines from one on.
+struct ScaledGroup {
+    alignas(64) float scale[STRIP], offset[STRIP];
+};
+
+// Ask for those of group `group`.
+static inline void ask_for_scales(const GroupScales& scales, int64_t group) {
+    const char* at = scales.at + group * scales.next;
+    const int numbers = scales.has_offsets ? 2 : 1;
+    for (int i = 0; i < scales.scale_bytes * numbers; i++) __builtin_prefetch(at + 64 * i);
+    if (scales.scale_bytes == 1 && group % (1 << scales.unit_shift) == 0)
+        for (int i = 0; i < 2 * numbers; i++)
+            __builtin_prefetch(scales.units + (group >> scales.unit_shift) * scales.next_unit + 64 * i);
+}
+
+// Line `line` of numbers of `count` groups from `first` on, a ScaledGroup apart.
+template <int SCALE_BYTES>
+static inline void read_line(const GroupScales& scales, int64_t first, int64_t count, int64_t line, float* out) {
+    const char* from = scales.at + first * scales.next + 16 * line * SCALE_BYTES;
+    v16f unit = splat(0.0f);
+    for (int64_t g = 0; g < count; g++, from += scales.next, out += sizeof(ScaledGroup) / sizeof(float)) {
+        if constexpr (SCALE_BYTES == 1) {
+            if (g == 0 || (first + g) % (1 << scales.unit_shift) == 0) unit = scales.unit(first + g, 16 * line);
+            store(out, to_floats(load_bytes((const int8_t*)from)) * unit);
+        } else {
+            store(out, SCALE_BYTES == 2 ? load_half((const uint16_t*)from) : load((const float*)from));
+        }
+    }
+}
+
+// Scales, and offsets if there are any, of `count` groups from `first` on.
+static inline void read_scales(const GroupScales& scales, int64_t first, int64_t count, int lines, ScaledGroup* out) {
+    auto read = scales.scale_bytes == 1 ? read_line<1> : scales.scale_bytes == 2 ? read_line<2> : read_line<4>;
+    for (int j = 0; j < lines; j++) {
+        read(scales, first, count, j, out->scale + 16 * j);
+        if (scales.has_offsets) read(scales, first, count, LINES + j, out->offset + 16 * j);
+    }
+}
 
 // A run of groups of a strip, or a piece of one group, for some rows.
 struct CodeRun {
@@ -23,8 +71,12 @@ struct CodeRun {
     float surplus;        // of each number that is multiplied: taken off it before, or by the offset after
     bool is_centered;
     int64_t group, count; // the first one, and how many
+    int64_t piece;        // integers: of the first group
+    const ScaledGroup* floats;  // integers: scales and offsets of these groups
+    int64_t groups_ahead;       // integers: how far ahead they are asked for
     int64_t eights;       // of each group, or of the piece
     const char *x, *sums; // row 0's inputs of the first group, and the sums of all groups
+    const char *starts, *input_scales;  // integers: of all pieces
     int64_t x_stride, next_x;
     float* acc;           // [rows][STRIP]
     float* partial;       // likewise: sums of a group of which this isn't the first or the last piece
@@ -34,6 +86,7 @@ struct CodeRun {
     CodeRun at_rows(int64_t row, int to_line) const {
         CodeRun run = *this;
         run.x += row * x_stride, run.sums += row * x_stride;
+        run.starts += row * x_stride, run.input_scales += row * x_stride;
         run.codes += 64 * to_line, run.line += to_line;
         run.acc += row * STRIP + 16 * to_line, run.partial += row * STRIP + 16 * to_line;
         return run;
@@ -43,6 +96,10 @@ struct CodeRun {
         return fma(splat(is_centered ? 0.0f : -surplus), scale, scales->offset(group + g, line + j));
     }
     float sum(int64_t g, int64_t row) const { return ((const float*)(sums + row * x_stride))[group + g]; }
+    v16i start(int64_t g, int64_t row) const { return splat(((const int32_t*)(starts + row * x_stride))[piece + g]); }
+    float input_scale(int64_t g, int64_t row) const {
+        return ((const float*)(input_scales + row * x_stride))[piece + g];
+    }
 };
 
 // Add sums of group g, J lines of R rows that sums(r, j) returns, to acc.
@@ -63,7 +120,8 @@ static inline __attribute__((always_inline)) void add_scaled_group(const CodeRun
 
 template <class K, int BITS>
 static inline typename K::Line line_of_codes(const Eight<BITS>& eight, int k, int part) {
-    if constexpr (K::PARTS == 1) return (typename K::Line)eight.pair(k);
+    if constexpr (INTEGERS<K>) return as_int(eight.integers(k));
+    else if constexpr (K::PARTS == 1) return (typename K::Line)eight.pair(k);
     else return eight.single(k, part);
 }
 
@@ -74,7 +132,7 @@ static inline typename K::Line centered(typename K::Line weights, float surplus)
 }
 
 template <class K, int R, int J>
-static inline __attribute__((always_inline)) void add_pairs(v16f (&sum)[R][J], const typename K::Line (&weights)[J],
+static inline __attribute__((always_inline)) void add_pairs(SumOf<K> (&sum)[R][J], const typename K::Line (&weights)[J],
                                                             const char* x, int64_t x_stride, int part) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -86,7 +144,7 @@ static inline __attribute__((always_inline)) void add_pairs(v16f (&sum)[R][J], c
 
 // Sums of a group or a piece of it; BITS is 0 where codes are unpacked.
 template <class K, int BITS, int R, int J>
-static inline __attribute__((always_inline)) void add_eights(v16f (&sum)[R][J], const CodeRun& run, const char* codes,
+static inline __attribute__((always_inline)) void add_eights(SumOf<K> (&sum)[R][J], const CodeRun& run, const char* codes,
                                                              const char* x) {
     constexpr int STEP = K::BYTES;
     if constexpr (BITS == 0) {
@@ -108,7 +166,8 @@ static inline __attribute__((always_inline)) void add_eights(v16f (&sum)[R][J], 
 #pragma GCC unroll 4
                 for (int j = 0; j < J; j++) {
                     const Eight<BITS> eight = place_of.template eight<BITS>(i / TOGETHER, place, j);
-                    const char* ahead = codes + (i + place) * Eight<BITS>::LOW_BYTES + 64 * j + 4096;
+                    const int64_t distance = !INTEGERS<K> ? 4096 : J < LINES ? run.groups_ahead * run.next_codes : 16384;
+                    const char* ahead = codes + (i + place) * Eight<BITS>::LOW_BYTES + 64 * j + distance;
                     __builtin_prefetch(ahead);
                     if (BITS == 8) __builtin_prefetch(ahead + STEP_BYTES);
 #pragma GCC unroll 4
@@ -133,27 +192,76 @@ static __attribute__((noinline)) void add_scaled_apart(const CodeRun& run, int64
     add_scaled_group<R, J>(run, g, [&](int r, int j) { return sum[r][j]; });
 }
 
-template <class K, int BITS, int R, int J>
-static void run_code_groups(const CodeRun& run) {
+// The same for integers of up to GROUPS_TOGETHER groups, [group][R][J][16], or of a piece of one.
+template <bool OFFSETS, int R, int J>
+static inline void add_scaled_integers(const CodeRun& run, const int32_t* sums) {
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < J; j++) {
+            float *acc = run.acc + r * STRIP + 16 * j, *partial = run.partial + r * STRIP + 16 * j;
+            v16f total = run.group == 0 ? splat(0.0f) : load(acc);
+            for (int64_t g = 0; g < run.count; g++) {
+                v16f sum = to_floats(load(sums + ((g * R + r) * J + j) * 16)) * run.input_scale(g, r);
+                if (run.resumes) sum = load(partial) + sum;
+                if (run.stops) {
+                    store(partial, sum);
+                    continue;
+                }
+                total = fma(load(run.floats[g].scale + 16 * (run.line + j)), sum, total);
+                if (OFFSETS) total = fma(splat(run.sum(g, r)), load(run.floats[g].offset + 16 * (run.line + j)), total);
+            }
+            if (!run.stops) store(acc, total);
+        }
+    }
+}
+
+template <int BITS, int R, int J>
+static void run_integer_groups(const CodeRun& run) {
+    alignas(64) int32_t sums[GROUPS_TOGETHER * R * J * 16];
     const char *codes = run.codes, *x = run.x;
     for (int64_t g = 0; g < run.count; g++, codes += run.next_codes, x += run.next_x) {
-        v16f sum[R][J];
+        v16i sum[R][J];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
-            for (int j = 0; j < J; j++) sum[r][j] = run.resumes ? load(run.partial + r * STRIP + 16 * j) : splat(0.0f);
+            for (int j = 0; j < J; j++) sum[r][j] = run.start(g, r);
         }
-        add_eights<K, BITS, R, J>(sum, run, codes, x);
-        if (run.stops) {
+        add_eights<FixedDot, BITS, R, J>(sum, run, codes, x);
+        if (BITS != 0 && run.line == 0) ask_for_scales(*run.scales, run.group + run.groups_ahead + g);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+            for (int j = 0; j < J; j++) Memory<v16i>::store(sums + ((g * R + r) * J + j) * 16, sum[r][j]);
+        }
+    }
+    run.scales->has_offsets ? add_scaled_integers<true, R, J>(run, sums) : add_scaled_integers<false, R, J>(run, sums);
+}
+
+template <class K, int BITS, int R, int J>
+static void run_code_groups(const CodeRun& run) {
+    if constexpr (INTEGERS<K>) {
+        run_integer_groups<BITS, R, J>(run);
+    } else {
+        const char *codes = run.codes, *x = run.x;
+        for (int64_t g = 0; g < run.count; g++, codes += run.next_codes, x += run.next_x) {
+            v16f sum[R][J];
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
-                for (int j = 0; j < J; j++) store(run.partial + r * STRIP + 16 * j, sum[r][j]);
+                for (int j = 0; j < J; j++) sum[r][j] = run.resumes ? load(run.partial + r * STRIP + 16 * j) : splat(0.0f);
             }
-        } else if constexpr (NATIVE == 8 && R > 4) {
-            add_scaled_apart(run, g, sum);
-        } else {
-            add_scaled_group<R, J>(run, g, [&](int r, int j) { return sum[r][j]; });
+            add_eights<K, BITS, R, J>(sum, run, codes, x);
+            if (run.stops) {
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+                    for (int j = 0; j < J; j++) store(run.partial + r * STRIP + 16 * j, sum[r][j]);
+                }
+            } else if constexpr (NATIVE == 8 && R > 4) {
+                add_scaled_apart(run, g, sum);
+            } else {
+                add_scaled_group<R, J>(run, g, [&](int r, int j) { return sum[r][j]; });
+            }
         }
     }
 }

@@ -1,15 +1,18 @@
-// Codes as they lie (quantized.h), taken apart: into bytes for products with int8 inputs, and into bf16 pairs or floats
-// for products with inputs as they are.
+// Codes as they lie (quantized.h), taken apart: into bytes for products with int8 inputs, and into pairs of 16 bits, bf16
+// or integers, or into floats for products with inputs as they are.
 //
 // Eight inputs of a line's 16 outputs become four pairs, of inputs (0, 2), (4, 6), (1, 3) and (5, 7): so a pair is a
 // shift away from where its bits lie in the two halves of each 32 bits. Inputs are laid out in that order (code_inputs.h).
 // A code of fewer than 8 bits, stored as u, becomes 128 + u: a bf16 whose lower bits are u itself. One of 8 bits becomes
 // u. Either is exact; what is too much, `surplus` a code, is taken off by the group's offset. One that is looked up becomes
-// its level.
+// its level. As integers they are the bytes.
 #pragma once
 
 #include "quantized.h"
 #include "tiles.h"
+
+template <class T>
+constexpr bool FIXED_POINT = !STEMMA_BF16_DOT && sizeof(T) == 2;  // inputs are integers of 16 bits (code_inputs.h)
 
 constexpr int PAIRS_OF_EIGHT = 4;
 constexpr int INPUTS_OF_EIGHT = 8;
@@ -100,6 +103,13 @@ struct Eight {
         return as_float(part == 0 ? bits << 16 : bits & 0xFFFF0000u);
     }
 
+    // Pair k as integers of 16 bits.
+    v16u integers(int k) const {
+        if constexpr (BITS == 4) return k == 3 ? halves_right<12>(low) : (low >> (4 * k)) & 0x000F000Fu;
+        const v16u bytes = step(k % 2);
+        return k < 2 ? bytes & 0x00FF00FFu : halves_right<8>(bytes);
+    }
+
   private:
     v16u shifted(int by, uint32_t mask) const { return (by < 0 ? high << -by : high >> by) & mask; }
 };
@@ -146,13 +156,14 @@ static void unpack_bytes(const CodePlace& codes, int lines, int64_t count, char*
         Memory<v16u>::store((uint32_t*)(to + STEP_BYTES), eight.step(1));
     });
 }
-// The same as bf16 pairs, as a plain strip holds them.
-template <int BITS>
+// The same as pairs, of bf16 as a plain strip holds them, or of integers.
+template <int BITS, bool INTEGERS = false>
 static inline void unpack_pairs(const CodePlace& codes, int lines, int64_t count, char* out) {
     for_eights<BITS>(codes, lines, count, [&](const Eight<BITS>& eight, int64_t i, int j) {
 #pragma GCC unroll 4
         for (int k = 0; k < PAIRS_OF_EIGHT; k++)
-            Memory<v16u>::store((uint32_t*)(out + (PAIRS_OF_EIGHT * i + k) * STEP_BYTES + 64 * j), eight.pair(k));
+            Memory<v16u>::store((uint32_t*)(out + (PAIRS_OF_EIGHT * i + k) * STEP_BYTES + 64 * j),
+                                INTEGERS ? eight.integers(k) : eight.pair(k));
     });
 }
 

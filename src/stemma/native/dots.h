@@ -83,6 +83,37 @@ struct PairDot {  // bf16 weights and inputs; both sums of BFDOT are rounded to 
 };
 #endif
 
+static inline native_i multiply_pairs(native_i a, native_i b) {  // of 16-bit integers, and add them
+#if STEMMA_AVX512
+    return (native_i)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (native_i)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (native_i)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#elif STEMMA_NEON
+    const int16x8_t x = vreinterpretq_s16_s32((int32x4_t)a), y = vreinterpretq_s16_s32((int32x4_t)b);
+    return (native_i)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
+#else
+    return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+template <class V>
+static inline Twice<V> multiply_pairs(Twice<V> a, native_i b) {
+    return {multiply_pairs(a.lo, b), multiply_pairs(a.hi, b)};
+}
+struct FixedDot {  // pairs of 16-bit integers
+    using Line = v16i;
+    using Input = native_i;
+    static constexpr int BYTES = 4, PARTS = 1;
+    static Line line(const char* p, int) { return load((const int32_t*)p); }
+    static Input input(const char* p, int) {
+        int32_t pair;
+        std::memcpy(&pair, p, sizeof pair);
+        return native_i{} + pair;
+    }
+    static v16i add(v16i sum, Line w, Input x) { return sum + multiply_pairs(w, x); }
+};
+
 // Rows x lines of a tile of accumulators: with the weights and an input they fill the registers.
 constexpr int GROUP = HELD >= 8 ? 6 : 2;
 static inline int lines_at_once(int rows, int lines) {

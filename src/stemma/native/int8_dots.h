@@ -11,21 +11,6 @@
 constexpr int CODES_AHEAD = 4096;  // bytes of all four lines of a strip: how far ahead codes are asked for
 constexpr int CHUNK_STEPS = 64;    // 16 kB that stay in L1 while several groups of rows pass
 
-static inline native_i multiply_pairs(native_i a, native_i b) {  // of 16-bit integers, and add them
-#if STEMMA_AVX512
-    return (native_i)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-    return (native_i)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-    return (native_i)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#elif STEMMA_NEON
-    const int16x8_t x = vreinterpretq_s16_s32((int32x4_t)a), y = vreinterpretq_s16_s32((int32x4_t)b);
-    return (native_i)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
-#else
-    return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
-#endif
-}
-
 // Sum += 16 outputs * 4 inputs of one row. Weights are unsigned, inputs signed.
 struct ByteDot {  // one instruction; in assembly, since the level doesn't promise it
     static constexpr int BYTES = 4, STEPS = 0;

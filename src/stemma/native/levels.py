@@ -42,7 +42,7 @@ _NEON = ("-DSTEMMA_NEON=1",)
 _NEON_BF16 = (*_NEON, "-march=armv8.2-a+dotprod+bf16+i8mm")
 _TILE_FEATURES = ("amx_tile", "amx_bf16", "amx_int8")
 
-NUMERIC_VERSION = 6
+NUMERIC_VERSION = 7
 """Part of the name under which KV is stored; raised when a kernel changes an order of sums or a rounding."""
 
 LEVELS = (

@@ -70,6 +70,22 @@ static inline auto to_floats(Twice<V> x) -> Twice<decltype(to_floats(x.lo))> {
     return {to_floats(x.lo), to_floats(x.hi)};
 }
 
+// Both halves of each 32 bits, shifted.
+template <int BY>
+static inline native_u halves_right(native_u x) {
+#if STEMMA_AVX512
+    return (native_u)_mm512_srli_epi16((__m512i)x, BY);
+#elif defined(__AVX2__)
+    return (native_u)_mm256_srli_epi16((__m256i)x, BY);
+#else
+    return (x >> BY) & ((0xFFFFu >> BY) * 0x00010001u);
+#endif
+}
+template <int BY, class V>
+static inline Twice<V> halves_right(Twice<V> x) {
+    return {halves_right<BY>(x.lo), halves_right<BY>(x.hi)};
+}
+
 static inline v16i load_bytes(const int8_t* p) {
 #if STEMMA_AVX512
     return (v16i)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -102,11 +118,11 @@ struct GroupScales {
     }
     v16f numbers(int64_t group, int64_t index) const {
         const char* from = at + group * next + index * scale_bytes;
-        if (scale_bytes == 1) {
-            const uint16_t* unit = (const uint16_t*)(units + (group >> unit_shift) * next_unit) + index;
-            return to_floats(load_bytes((const int8_t*)from)) * load_half(unit);
-        }
+        if (scale_bytes == 1) return to_floats(load_bytes((const int8_t*)from)) * unit(group, index);
         return scale_bytes == 2 ? load_half((const uint16_t*)from) : load((const float*)from);
+    }
+    v16f unit(int64_t group, int64_t index) const {
+        return load_half((const uint16_t*)(units + (group >> unit_shift) * next_unit) + index);
     }
 };
 

@@ -173,6 +173,7 @@ static inline float fma_one(float a, float b, float c) {
 static inline native_f as_float(native_i x) { return (native_f)x; }
 static inline native_f as_float(native_u x) { return (native_f)x; }
 static inline native_i as_int(native_f x) { return (native_i)x; }
+static inline native_i as_int(native_u x) { return (native_i)x; }
 static inline native_u as_bits(native_f x) { return (native_u)x; }
 #define STEMMA_EACH(NAME)                                                     \
     template <class V>                                                        \
