@@ -3,7 +3,8 @@
 KV of real text (this repository's documentation) of each model (default: demo). Bytes packed over whole,
 bytes a second and core of packing and unpacking, zstd beside (if `zstandard` is there: its time is that of
 the exponents alone); then the time to the first token of a prompt that lies on disk (cold and in the page
-cache) or on the host, packed and whole taking turns, medians. Run it on a quiet machine.
+cache) or on the host, packed and whole taking turns, medians. Run it on a quiet machine. With
+`--kv int8,fp8,float32` instead: the entropy of such KV, which is kept as it is, by byte of a row.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from benchmarks.tiers import drop_pages, serve
 from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.llm import engine_settings
 from stemma.memory.device.block_codec import BlockCodec, expand
+from stemma.memory.device.layout import DTYPE_BYTES, KVLayout
 from stemma.types import TokenArray
 
 _ROUNDS = 7
 _DRAIN_S = 120.0
+_BLOCK = 64
+_PROMPT = 2048
+"""Tokens of a prompt whose entropy is measured: attention to long ones takes long."""
 Blocks = list[npt.NDArray[np.uint8]]
 
 
@@ -102,6 +107,27 @@ def measure_zstd(blocks: Blocks) -> dict[str, float]:
     }
 
 
+def entropy(layout: KVLayout, blocks: Blocks) -> dict[str, float]:
+    """Return bits over bits stored: of a row's bytes, each by itself, and of some of them."""
+    shape = (len(blocks), layout.num_layers * layout.num_parts, layout.block_size, layout.row_bytes)
+    rows = np.stack(blocks).reshape(shape).transpose(1, 3, 0, 2).reshape(shape[1] * shape[3], -1)
+    counts = np.zeros((len(rows), 256), np.int64)
+    for row, count in zip(rows, counts, strict=True):
+        count += np.bincount(row, minlength=256)
+    shares = counts / rows.shape[1]
+    bits = -(shares * np.log2(np.where(shares, shares, 1.0))).sum(axis=1) / 8
+    bits = bits.reshape(shape[1], shape[3])
+    found = {"tokens of it": float(rows.shape[1]), "entropy by byte of a row / whole": float(bits.mean())}
+    numbers = layout.scale_offset
+    if layout.stored != "plain":
+        return found | {
+            "of the codes": float(bits[:, :numbers].mean()),
+            "of the scales": float(bits[:, numbers:].mean()),
+        }
+    width = DTYPE_BYTES[layout.dtype]
+    return found | {f"of byte {n}": float(bits[:, n::width].mean()) for n in range(width)}
+
+
 def measure_hits(path: str, tokens: TokenArray, folder: Path) -> dict[str, float]:
     """Return packed over whole of the time to the first token, by where the prompt lies."""
     rows = {}
@@ -152,19 +178,40 @@ def measure(path: str, text: str, folder: Path) -> dict[str, float]:
     return rows | measure_hits(path, tokens, folder)
 
 
+def measure_entropy(path: str, text: str, folder: Path, kind: str) -> dict[str, float]:
+    """Measure KV of one kind."""
+    dtypes = {"dtype": "float32"} if kind == "float32" else {"kv_cache_dtype": kind}
+    parts = opened(path, False, free_windows=False, **dtypes, **tiers_of("disk", folder))
+    tokens = np.array(parts.tokenizer.encode(text), np.int32)
+    for begin in range(0, len(tokens) - _PROMPT + 1, _PROMPT):
+        serve(parts, tokens[begin : begin + _PROMPT], 1)
+    assert parts.tiers is not None
+    parts.tiers.drain(_DRAIN_S)
+    layout = parts.model.kept.layout(_BLOCK, "auto" if kind == "float32" else kind)  # type: ignore[arg-type]
+    rows = entropy(layout, blocks_of(parts))
+    parts.engine.close()
+    return rows
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=["demo"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--kv", help="entropy of KV of these kinds, instead of all else: int8,fp8,float32")
     parser.add_argument("--characters", type=int, default=24_000)
     asked = parser.parse_args()
     text, found = documentation(asked.characters), {}
     for path in asked.models:
-        with tempfile.TemporaryDirectory() as folder:
-            found[path] = measure(path, text, Path(folder))
-        for name, value in found[path].items():
-            print(f"{Path(path).name:>24}  {name:44} {value:10.3f}", flush=True)
+        for kind in asked.kv.split(",") if asked.kv else [""]:
+            with tempfile.TemporaryDirectory() as folder:
+                if kind:
+                    rows = measure_entropy(path, text, Path(folder), kind)
+                else:
+                    rows = measure(path, text, Path(folder))
+            found[f"{Path(path).name} {kind}"] = rows
+            for name, value in rows.items():
+                print(f"{Path(path).name:>24} {kind:8} {name:44} {value:10.3f}", flush=True)
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=2))
 

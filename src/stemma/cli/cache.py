@@ -47,7 +47,7 @@ TenantName = Annotated[str, typer.Option(help="Whose blocks, on a server with --
 @app.command("ls")
 def ls_command(directory: Directory) -> None:
     """List the models whose blocks are in a directory; or what a directory of batches or a ledger holds."""
-    from stemma.memory.tiers.disk.existing import count_blocks, unreadable
+    from stemma.memory.tiers.disk.existing import held_blocks, unreadable
     from stemma.memory.tiers.disk.spaces import list_spaces
     from stemma.server.history.log import FILE_NAME, count_answers
 
@@ -55,13 +55,11 @@ def ls_command(directory: Directory) -> None:
         show_kept(directory)
         return
     for space in list_spaces(directory):
-        manifest, count = space.manifest, count_blocks(space)
+        manifest, held = space.manifest, held_blocks(space)
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(space.used_at))
         state = "in use" if space.in_use else "not in use"
-        typer.echo(
-            f"{space.path.name}  {count or 0} blocks, {format_size(space.allocated_bytes)} on disk, "
-            f"last change {used}, {state}"
-        )
+        size = f"{format_size(space.allocated_bytes)} on disk{held.note}"
+        typer.echo(f"{space.path.name}  {held.num_blocks} blocks, {size}, last change {used}, {state}")
         if manifest is None:
             typer.echo("    damaged: `stemma cache gc` removes it")
             continue
@@ -297,7 +295,7 @@ def _import_to_directory(
     from stemma.memory.tiers.block_store import BlockPut, PutResult
     from stemma.memory.tiers.bundle import BundleTrust, read_blocks, read_header
     from stemma.memory.tiers.disk.disk_store import DiskStore, size_for_blocks
-    from stemma.memory.tiers.disk.existing import count_blocks
+    from stemma.memory.tiers.disk.existing import held_blocks
     from stemma.memory.tiers.disk.spaces import list_spaces, new_manifest
     from stemma.prefix.eviction.registry import make_policy
 
@@ -306,7 +304,7 @@ def _import_to_directory(
         if size_bytes is None:
             manifest = new_manifest(header.space, header.block_bytes, 0)
             spaces = list_spaces(directory) if directory.exists() else []
-            own = [count_blocks(one) or 0 for one in spaces if one.path.name == manifest.digest]
+            own = [held_blocks(one).num_blocks for one in spaces if one.path.name == manifest.digest]
             others = sum(one.allocated_bytes for one in spaces if one.path.name != manifest.digest)
             size_bytes = others + size_for_blocks(manifest, sum(own) + header.num_blocks)
         policy = make_policy("lru")

@@ -14,7 +14,11 @@ import pytest
 from tests.memory.manual_clock import ManualClock
 from tests.memory.packed_blocks import BLOCK_BYTES, LAYOUT, blocks, codec, read
 
-from stemma.config.settings import PoolSettings
+from stemma.cli.cache import ls_command
+from stemma.cli.doctor.command import tier_rows
+from stemma.cli.doctor.storage import examine_tiers
+from stemma.config.settings import PoolSettings, TierSettings
+from stemma.config.sizes import format_size
 from stemma.memory.device.block_codec import BlockCodec
 from stemma.memory.tiers.block_store import BlockStore, PutResult, ReadResult
 from stemma.memory.tiers.disk.disk_store import DiskStore
@@ -135,6 +139,24 @@ def test_a_restart_finds_packed_blocks(tmp_path: Path) -> None:
     again.put_many(blocks("b", 60))
     assert disk_bytes(tmp_path) <= BUDGET
     again.check()
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_doctor_and_cache_ls_tell_the_kv_of_packed_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], packs: bool
+) -> None:
+    store = make_disk(tmp_path, codec() if packs else None)
+    store.put_many(blocks("a", 20))
+    store.close()
+    tiers = examine_tiers(TierSettings(disk_cache=tmp_path), None)
+    assert tiers.disk is not None
+    held = tiers.disk.held
+    assert (held.num_blocks, held.whole_bytes) == (20, 20 * BLOCK_BYTES)
+    assert (held.stored_bytes < 0.8 * held.whole_bytes) == packs
+    said = f" for {format_size(20 * BLOCK_BYTES)} of KV, "
+    assert (said in dict(tier_rows(tiers))["disk tier"]) == packs
+    ls_command(tmp_path)
+    assert (said in capsys.readouterr().out) == packs
 
 
 @pytest.mark.parametrize(("first", "then"), [(True, False), (False, True)], ids=["off", "on"])

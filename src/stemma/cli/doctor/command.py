@@ -149,7 +149,7 @@ def describe(report: Report) -> list[str]:
         ("GPU", _gpu_line(report.gpu)),
         *((f"GPU {number}", card.text) for number, card in enumerate(report.gpu.cards)),
         ("cache folder", _folder_line(report.cache_folder)),
-        *_tier_rows(report.tiers),
+        *tier_rows(report.tiers),
         ("demo model", _demo_line(report.demo)),
         *([] if report.model is None else [("model", _model_line(report.model))]),
     ]
@@ -205,13 +205,14 @@ def _folder_line(folder: Folder) -> str:
     return f"{folder.path}, writable, {format_size(folder.free_bytes)} free"
 
 
-def _tier_rows(tiers: Tiers) -> list[tuple[str, str]]:
+def tier_rows(tiers: Tiers) -> list[tuple[str, str]]:
+    """Return what there is below the device, by name."""
     host = "off" if tiers.host_bytes is None else format_size(tiers.host_bytes)
     disk, pool = "off", "off"
     if tiers.disk is not None:
         disk = (
             f"{_folder_line(tiers.disk.folder)}; limit {format_size(tiers.disk.limit_bytes)}, "
-            f"{tiers.disk.num_caches} caches of {format_size(tiers.disk.cache_bytes)}, "
+            f"{tiers.disk.num_caches} caches of {format_size(tiers.disk.cache_bytes)}{tiers.disk.held.note}, "
             f"{tiers.disk.num_in_use} in use"
         )
     if tiers.pool is not None:

@@ -9,6 +9,7 @@ from stemma.cli.doctor.listening import ports_open_to_all
 from stemma.config.settings import PoolSettings, TierSettings
 from stemma.config.sizes import format_size
 from stemma.errors import StemmaError
+from stemma.memory.tiers.disk.existing import HeldBlocks, held_blocks
 from stemma.memory.tiers.disk.folder import Folder, examine_folder
 from stemma.memory.tiers.disk.spaces import list_spaces
 
@@ -27,6 +28,8 @@ class DiskTier:
     cache_bytes: int
     num_in_use: int
     """Caches that a running server holds."""
+    held: HeldBlocks
+    """In all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ def examine_tiers(settings: TierSettings, pool: PoolSettings | None) -> Tiers:
             len(spaces),
             sum(space.allocated_bytes for space in spaces),
             sum(space.in_use for space in spaces),
+            held_blocks(*spaces),
         )
     return Tiers(settings.host_cache, disk, None if pool is None else _examine_pool(pool))
 

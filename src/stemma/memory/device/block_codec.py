@@ -77,7 +77,7 @@ def choose_codec(settings: EngineSettings, layout: KVLayout, device_type: str) -
 def make_codec(layout: KVLayout, isa: str = "auto") -> BlockCodec | None:
     """Return the codec of a layout; None where it gains nothing, or there are no kernels.
 
-    Codes of one byte hardly shrink, and floats of 32 bits by a sixth.
+    By their bytes' entropy int8 codes keep 81 %, fp8 76, floats of 32 bits 82 (`benchmarks.packed_kv --kv`).
     """
     is_plain = layout.stored == "plain" and layout.dtype == "bfloat16"
     kernels = load_kernels(isa) if is_plain and layout.block_bytes >= _LEAST_BYTES else None

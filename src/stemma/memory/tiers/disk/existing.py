@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from stemma.config.sizes import format_size
 from stemma.errors import StorageError
 from stemma.memory.tiers.disk.disk_store import DiskStore, size_for_blocks
-from stemma.memory.tiers.disk.record import DISK_FORMAT_VERSION, RECORD_BYTES, sound_records
+from stemma.memory.tiers.disk.record import DISK_FORMAT_VERSION, RECORD_BYTES, RECORD_DTYPE, sound_records
 from stemma.memory.tiers.disk.spaces import INDEX, Manifest, SpaceInfo, list_spaces
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.keys import FORMAT_VERSION, KeySpace
@@ -63,13 +68,40 @@ def unreadable(space: SpaceInfo) -> str | None:
     )
 
 
-def count_blocks(space: SpaceInfo) -> int | None:
-    """Return how many blocks the index names, without taking the lock; None if it can't be read."""
-    if space.manifest is None:
-        return None
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """The blocks that an index names."""
+
+    num_blocks: int = 0
+    stored_bytes: int = 0
+    """As they are stored, packed or not."""
+    whole_bytes: int = 0
+    """As they are in use."""
+
+    @property
+    def note(self) -> str:
+        """For people: the bytes of their KV if some are packed, else nothing."""
+        return f" for {format_size(self.whole_bytes)} of KV" if self.stored_bytes < self.whole_bytes else ""
+
+
+def held_blocks(*spaces: SpaceInfo) -> HeldBlocks:
+    """Return what sub-directories hold together, without taking locks; unreadable ones hold nothing."""
+    num_blocks = stored = whole = 0
+    for space in spaces:
+        if space.manifest is not None:
+            lengths = _lengths(space, space.manifest.block_bytes)
+            num_blocks += len(lengths)
+            stored += int(lengths.sum(dtype=np.int64))
+            whole += len(lengths) * space.manifest.block_bytes
+    return HeldBlocks(num_blocks, stored, whole)
+
+
+def _lengths(space: SpaceInfo, block_bytes: int) -> npt.NDArray[np.uint32]:
+    """Return the bytes of each block, as stored."""
     try:
-        raw = (space.path / INDEX).read_bytes()
+        raw = memoryview((space.path / INDEX).read_bytes())
     except OSError:
-        return None
-    whole = memoryview(raw)[: len(raw) // RECORD_BYTES * RECORD_BYTES]
-    return len(sound_records(whole, 0, space.manifest.block_bytes))
+        return np.empty(0, np.uint32)
+    raw = raw[: len(raw) // RECORD_BYTES * RECORD_BYTES]
+    lengths: npt.NDArray[np.uint32] = np.frombuffer(raw, RECORD_DTYPE)["length"]
+    return lengths[sound_records(raw, 0, block_bytes)]
