@@ -15,6 +15,7 @@ from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cuda.fused import LayoutDecoder
 from stemma.model.cuda.layers import LayerStep
+from stemma.model.cuda.state_list import StateList, list_states
 from stemma.model.load.fused_loading import fitting_layout, named_weights
 from stemma.model.opened.causal_lm import CausalLM, ModelInfo
 from stemma.model.opened.checkpoint import open_checkpoint
@@ -43,7 +44,9 @@ class RowSteps:
         raise AssertionError(adapter)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        states = self._decoder.states(batch, LayerStep(RowReader(batch, kv), kv))
+        num_rows = len(batch.token_ids)
+        listed = StateList(torch.from_numpy(list_states(batch, num_rows, kv)), 0, num_rows)
+        states = self._decoder.states(batch, LayerStep(RowReader(batch, kv), kv, states=listed))
         return self._decoder.head(states.index_select(0, batch.logits_rows))
 
 

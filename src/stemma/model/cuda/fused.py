@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from stemma.model.attend.batch import ForwardBatch
+from stemma.model.cpu.recurrent_layer import state_layout_of
 from stemma.model.cuda.latent import LatentAttention
 from stemma.model.cuda.layers import (
     Attention,
@@ -25,6 +26,7 @@ from stemma.model.cuda.layers import (
 from stemma.model.cuda.low_rank import OUTPUT
 from stemma.model.cuda.mixture import ExpertMLP
 from stemma.model.cuda.products import Weight
+from stemma.model.cuda.recurrent import RecurrentLayer
 from stemma.model.families import layout
 from stemma.model.weights.named import NamedWeights
 
@@ -34,12 +36,8 @@ ORDER = 1
 
 def refusal_of(model: layout.ModelLayout) -> str | None:
     """Return what of a layout isn't computed here; None: all is."""
-    if any(layer.recurrent is not None for layer in model.layers):
-        return "recurrent layers"
     if isinstance(model.heads, layout.GroupedHeads) and model.heads.axes:
         return "positions along three axes, as behind a vision encoder"
-    if any(layer.has_gates for layer in model.layers):
-        return "gates of what is attended"
     return None
 
 
@@ -76,11 +74,17 @@ class LayoutDecoder:
             local = angle_table(model.local_angles, max_positions, dtype, device)
         self.dtype = dtype
         self._layers: list[DeviceLayer] = []
+        kv_number, states = 0, state_layout_of(model)
         for number, layer in enumerate(model.layers):
             report(number / len(model.layers))
-            self._layers.append(
-                _device_layer(number, layer, model.heads, local if layer.is_local else angles, load)
-            )
+            attention: Attention
+            if layer.recurrent is not None:
+                attention = RecurrentLayer(number, layer, states, load)
+            else:
+                of_layer = local if layer.is_local else angles
+                attention = _attention((number, kv_number), layer, model.heads, of_layer, load)
+                kv_number += 1
+            self._layers.append(_device_layer(number, layer, attention, load))
         self._norm = load.norm(model.norm)
         self._embedding = load.tensor(model.embedding.weight)
         head, bias = load.linears(model.head or model.embedding)
@@ -115,18 +119,20 @@ class LayoutDecoder:
         return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
 
 
-def _device_layer(
-    number: int,
+def _attention(
+    numbers: tuple[int, int],
     layer: layout.Layer,
     heads: layout.GroupedHeads | layout.LatentHeads,
     angles: torch.Tensor,
     load: OnDevice,
-) -> DeviceLayer:
-    attention: Attention
+) -> Attention:
+    """`numbers`: of the layer, and among those with KV."""
     if isinstance(heads, layout.LatentHeads):
-        attention = LatentAttention(number, layer, heads, angles, load)
-    else:
-        attention = HeadAttention(number, layer, heads, angles, load)
+        return LatentAttention(numbers[0], layer, heads, angles, load)
+    return HeadAttention(*numbers, layer, heads, angles, load)
+
+
+def _device_layer(number: int, layer: layout.Layer, attention: Attention, load: OnDevice) -> DeviceLayer:
     attended_norm = mlp_norm = None
     if layer.out_norms is not None:
         attended_norm, mlp_norm = (load.norm(norm) for norm in layer.out_norms)

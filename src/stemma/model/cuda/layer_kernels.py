@@ -114,6 +114,7 @@ def prepare_heads(
     query,
     cache,
     size,
+    width,
     num_heads,
     num_kv_heads,
     num_positions,
@@ -145,7 +146,7 @@ def prepare_heads(
     dims = tl.arange(0, BLOCK)
     inside = dims < DIM
     first = head * DIM
-    base = token * (num_heads + 2 * num_kv_heads) * DIM + first
+    base = token * width + first
     x = joined(sums, bias, base + dims, first + dims, inside, size, PIECES, HAS_BIAS, ROUND)
     turned = x
     if head < num_heads + num_kv_heads:
@@ -186,6 +187,31 @@ def prepare_heads(
                 store_scale(at + SCALES_AT + 2 * number, scale, True)
             else:
                 tl.store(at + number * stride_head + dims, turned.to(ROUND), mask=inside)
+
+
+@triton.jit
+def gate_attended(
+    attended,
+    sums,
+    bias,
+    gated,
+    size,
+    width,
+    gates_at,
+    num_columns,
+    PIECES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply what a row attends to, `num_columns` numbers, by the sigmoids of its gates."""
+    ROUND: tl.constexpr = gated.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    gate_at = row * width + gates_at + columns
+    gate = joined(sums, bias, gate_at, gates_at + columns, inside, size, PIECES, HAS_BIAS, ROUND)
+    x = tl.load(attended + row * num_columns + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(gated + row * num_columns + columns, (x / (1.0 + tl.exp(-gate))).to(ROUND), mask=inside)
 
 
 @triton.jit

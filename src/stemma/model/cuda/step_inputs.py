@@ -3,8 +3,8 @@
 Token ids, positions and slots come from the batch, which has them on the device. All that attention needs
 stands in one tensor of int32, `numbers`, filled on the host and brought over by one copy of what is used:
 
-    headers of lists, HEADER each | keys that each row sees | numbers of rows, members of groups
-    | block tables, one behind the other | for each list: items, joins, firsts
+    headers of lists, HEADER each | keys that each row sees | states (`state_list.py`)
+    | numbers of rows, members of groups | block tables, one behind the other | for each list: items, joins, firsts
 
 A header has: where its items stand, their number, where its joins stand, their number, where its firsts do.
 """
@@ -18,10 +18,12 @@ import numpy.typing as npt
 import torch
 
 from stemma.memory.device.accelerator import accelerator_of
+from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.pinned import host_rows
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.attend.shared_prefix import find_groups
 from stemma.model.cuda.attention_list import ListedRows, ListShape, make_list
+from stemma.model.cuda.state_list import StateList, list_states
 
 MANY_ROWS = 512
 """Rows of a step from which on its tiles are large."""
@@ -56,12 +58,12 @@ class StepInputs:
         self._rows: ListedRows | None = None
         self._end = 0
 
-    def fill(self, batch: ForwardBatch, num_rows: int, block_size: int) -> bool:
+    def fill(self, batch: ForwardBatch, num_rows: int, kv: DeviceKV) -> bool:
         """Copy a batch; rows behind it up to `num_rows` are padding. Returns False if there is no room."""
         self._turn = 1 - self._turn
         if (copied := self._copied[self._turn]) is not None:
             copied.synchronize()
-        if not self._write(batch, num_rows, block_size):
+        if not self._write(batch, list_states(batch, num_rows, kv), num_rows, kv.layout.block_size):
             return False
         num_tokens = len(batch.token_ids)
         targets = [tensor[:num_tokens] for tensor in (self._token_ids, self._positions, self._slots)]
@@ -109,11 +111,19 @@ class StepInputs:
         """[num_rows] int64: where each row's KV is written; negative: nowhere."""
         return self._slots[: self.num_rows]
 
-    def _write(self, batch: ForwardBatch, num_rows: int, block_size: int) -> bool:
+    @property
+    def states(self) -> StateList:
+        """Where recurrent layers find states; at one place in all steps of as many rows."""
+        return StateList(self.numbers, SEEN_AT + self.num_rows, self.num_rows)
+
+    def _write(
+        self, batch: ForwardBatch, states: npt.NDArray[np.int32], num_rows: int, block_size: int
+    ) -> bool:
         """Write what the host knows of a batch."""
         lens = np.array(batch.context_lens, dtype=np.int32)
         groups = find_groups(batch, block_size)
-        order_at = SEEN_AT + num_rows
+        states_at = SEEN_AT + num_rows
+        order_at = states_at + len(states)
         num_members = sum(len(group.members) for group in groups)
         tables_at = order_at + num_rows + num_members
         used = -(-lens // block_size)
@@ -125,7 +135,7 @@ class StepInputs:
         starts = np.array(batch.query_starts, dtype=np.int32)
         at = (ends - used).astype(np.int32)
         self._rows = rows = ListedRows(starts, lens, at, order_at, num_rows, groups, block_size)
-        host[SEEN_AT:order_at] = rows.seen
+        host[SEEN_AT:states_at], host[states_at:order_at] = rows.seen, states
         host[order_at : order_at + num_rows] = np.arange(num_rows)
         host[order_at + num_rows : tables_at] = rows.members
         tables = batch.block_tables.numpy()
