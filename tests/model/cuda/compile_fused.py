@@ -32,6 +32,7 @@ from stemma.model.cuda import products
 from stemma.model.cuda.fused import LayoutDecoder
 from stemma.model.cuda.layers import LayerStep
 from stemma.model.cuda.low_rank import AdapterStep
+from stemma.model.cuda.state_list import StateList
 from stemma.model.families.layout import Linear, ModelLayout, Norm
 from stemma.model.families.registry import family_of
 from stemma.model.weights.named import Affine
@@ -97,6 +98,33 @@ MODELS: dict[str, Callable[[], Any]] = {
         moe_intermediate_size=256,
         n_routed_experts=64,
     ),
+    "delta rule": lambda: transformers.Qwen3_5TextConfig(
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        vocab_size=2048,
+        hidden_size=2048,
+        intermediate_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+    ),
+    "mamba 2": lambda: transformers.GraniteMoeHybridConfig(
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        vocab_size=2048,
+        hidden_size=1536,
+        shared_intermediate_size=2048,
+        num_local_experts=0,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        mamba_n_heads=48,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        position_embedding_type="rope",
+    ),
 }
 
 
@@ -137,7 +165,7 @@ class EmptyWeights:
         return torch.empty(self.shapes[name], dtype=torch.bfloat16)
 
     def floats(self, name: str) -> torch.Tensor:
-        return torch.empty(64 if "correction" in name else 1)
+        return torch.empty(self.shapes[name])
 
 
 class EmptyReader:
@@ -177,6 +205,7 @@ class Catcher:
             given["WIDEN"] = False
         how = {name: value for name, value in options.items() if name not in names}
         constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
+        unknown = {p.name for p in kernel.params if p.do_not_specialize}
         signature, aligned = {}, {}
         for index, name in enumerate(names):
             value = given[name]
@@ -188,6 +217,8 @@ class Catcher:
                 is_aligned = value.data_ptr() % 16 == 0
             elif isinstance(value, float):
                 signature[name], is_aligned = "fp32", False
+            elif name in unknown:
+                signature[name], is_aligned = "i32", False
             elif value == 1:
                 signature[name], constants[name] = "constexpr", 1
                 continue
@@ -236,10 +267,11 @@ def _usage(ptx: str, capability: int) -> tuple[int, int]:
 def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int, stored: StoredAs) -> None:
     """Launch what a step of so many tokens launches, over KV stored so."""
     shape = kv_shape_of(model)
-    kept = KVLayout(shape.num_layers, shape.num_parts, 64, shape.num_kv_heads, shape.head_dim, "bfloat16")
+    shapes = shape.num_layers, shape.num_parts, 64, shape.num_kv_heads, shape.head_dim
+    kept = KVLayout(*shapes, "bfloat16", state=shape.state)
     if stored != "plain":
         kept = replace(kept, stored=stored, latent_rank=shape.latent_rank)
-    kv = DeviceKV(kept, -(-num_tokens // 64))
+    kv = DeviceKV(kept, kept.aligned(-(-num_tokens // 64)), num_states=0 if shape.state is None else 1)
     rows = torch.arange(num_tokens)
     batch = ForwardBatch(
         token_ids=torch.zeros_like(rows),
@@ -250,7 +282,8 @@ def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int, stored: St
         block_tables=torch.zeros(1, 1, dtype=torch.int32),
         logits_rows=rows,
     )
-    decoder.head(decoder.states(batch, LayerStep(EmptyReader(rows), kv)))
+    states = StateList(torch.zeros(1, dtype=torch.int32), 0, num_tokens)
+    decoder.head(decoder.states(batch, LayerStep(EmptyReader(rows), kv, states=states)))
     if stored == "int8":
         adapters = AdapterStep(torch.zeros(8, 3, dtype=torch.int64), 64)
         decoder.states(batch, LayerStep(EmptyReader(rows), kv, adapters))

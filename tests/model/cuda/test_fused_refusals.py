@@ -35,10 +35,10 @@ def job(path: Path, **fields: Any) -> LoadJob:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (lambda path: hybrids.build("qwen3_next", path), "recurrent layers"),
+        (lambda path: hybrids.build("lfm2", path), "lfm2 models with these tensors in float32"),
         (lambda path: checkpoints.build("gemma2", path), "gemma2 models with these tensors in float32"),
     ],
-    ids=["recurrent", "no layout"],
+    ids=["recurrent by modules", "no layout"],
 )
 def test_what_isnt_computed_is_named(
     build: Callable[[Path], Path], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Recurrent layers of a layout on a device: what an input product left goes through `recurrent_kernels.py`."""
+"""Recurrent layers of a layout on a device: launches of `recurrent_kernels.py` behind an input product."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ _WIDE = 2048
 class RecurrentLayer:
     """A layer that keeps a state of a sequence; see native/recurrent.h."""
 
-    def __init__(
-        self, number: int, layer: layout.Layer, states: StateLayout | None, load: OnDevice
-    ) -> None:
+    def __init__(self, number: int, layer: layout.Layer, states: StateLayout | None, load: OnDevice) -> None:
         """`states`: of the whole model."""
         assert layer.recurrent is not None
         self._number, self._one = number, (one := layer.recurrent)

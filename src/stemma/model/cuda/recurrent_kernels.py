@@ -1,9 +1,9 @@
-"""Recurrent layers in Triton (Gated DeltaNet, Mamba 2), token by token as native/scan.h: `recurrent` launches them.
+"""Recurrent layers in Triton (Gated DeltaNet, Mamba 2), token by token; `recurrent` launches them.
 
-A state changes by one token after the other, in one order of sums. What is computed of a row alone (`convolve`,
-`gate_and_norm`) has a program a row and head; what passes a state on (`scan`, `keep_inputs`) a program a
-part of a state whose numbers meet no others, which takes sequences in turn. No argument of these depends on
-the batch: they read the step's `state_list.py` from device memory.
+As in native/scan.h a state changes by one token after the other, in one order of sums. What is computed of a
+row alone (`convolve`, `gate_and_norm`) has a program a row and head; what passes a state on (`scan`,
+`keep_inputs`) has one for each part of a state whose numbers meet no others, which takes sequences in turn.
+`scan` has one form for all steps. Which rows and states there are stands in device memory (`state_list.py`).
 
 Functions in this file are written in Triton's language, not Python.
 """
@@ -119,18 +119,18 @@ def convolve(
         tl.store(mixed + row * CHANNELS + channels, total, mask=inside)
     else:
         heads = tl.arange(0, HEADS_BLOCK)
-        inside = heads < tl.where(index >= 0, HEADS, 0)
-        at = row * width + STEP_AT + heads
-        step = joined(sums, bias, at, STEP_AT + heads, inside, size, PIECES, HAS_BIAS, ROUND)
-        step = softplus(step + tl.load(step_bias + heads, mask=inside, other=0.0))
+        is_head = heads < tl.where(index >= 0, HEADS, 0)
+        step_at = STEP_AT + heads
+        step = joined(sums, bias, row * width + step_at, step_at, is_head, size, PIECES, HAS_BIAS, ROUND)
+        step = softplus(step + tl.load(step_bias + heads, mask=is_head, other=0.0))
         step = tl.minimum(tl.maximum(step, least_step), most_step)
-        kept = tl.exp(step * tl.load(rate + heads, mask=inside, other=0.0))
+        decay = tl.exp(step * tl.load(rate + heads, mask=is_head, other=0.0))
         if IS_DELTA:
-            at = row * width + BETA_AT + heads
-            beta = joined(sums, bias, at, BETA_AT + heads, inside, size, PIECES, HAS_BIAS, ROUND)
+            beta_at = BETA_AT + heads
+            beta = joined(sums, bias, row * width + beta_at, beta_at, is_head, size, PIECES, HAS_BIAS, ROUND)
             step = 1.0 / (1.0 + tl.exp(-beta))
-        tl.store(factors + row * 2 * HEADS + heads, kept, mask=inside)
-        tl.store(factors + (row * 2 + 1) * HEADS + heads, step, mask=inside)
+        tl.store(factors + row * 2 * HEADS + heads, decay, mask=is_head)
+        tl.store(factors + (row * 2 + 1) * HEADS + heads, step, mask=is_head)
 
 
 @triton.jit(do_not_specialize=["list_at", "sequences_at", "stops_at"])
@@ -153,7 +153,7 @@ def scan(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Take VALUES columns of a head's state through the rows of sequences, into `scanned` [T, HEADS, VALUE_DIM].
+    """Take VALUES columns of a head's state through rows, into `scanned` [T, HEADS, VALUE_DIM].
 
     States [HEADS, KEY_DIM, VALUE_DIM] go where the stops of a sequence say.
     """

@@ -4,7 +4,8 @@ Token ids, positions and slots come from the batch, which has them on the device
 stands in one tensor of int32, `numbers`, filled on the host and brought over by one copy of what is used:
 
     headers of lists, HEADER each | keys that each row sees | states (`state_list.py`)
-    | numbers of rows, members of groups | block tables, one behind the other | for each list: items, joins, firsts
+    | numbers of rows, members of groups | block tables, one behind the other
+    | for each list: items, joins, firsts
 
 A header has: where its items stand, their number, where its joins stand, their number, where its firsts do.
 """
