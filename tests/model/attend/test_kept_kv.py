@@ -32,5 +32,5 @@ def test_modules_run_recurrent_layers_on_cpu_alone() -> None:
     recurrent = replace(KEPT.shape, windows=None, state=StateLayout((StatePart(0, "recurrent", (2, 8, 8)),)))
     assert replace(KEPT, shape=recurrent, device="cuda").layout(16).blocks_per_state
     check_modules(recurrent, KEPT.architecture, "cpu")
-    with pytest.raises(ConfigError, match="Llama4ForCausalLM has recurrent layers.*gpu_path fused"):
+    with pytest.raises(ConfigError, match=r"Llama4ForCausalLM has recurrent layers.*gpu_path fused"):
         check_modules(recurrent, KEPT.architecture, "cuda")

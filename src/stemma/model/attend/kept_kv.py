@@ -154,6 +154,6 @@ def check_modules(shape: KVShape, architecture: str, device: str) -> None:
     """Raise ConfigError for what modules compute with no state but that of the CPU."""
     if shape.state is not None and device != "cpu":
         raise ConfigError(
-            f"{architecture} has recurrent layers, which modules run on CPU only; set device cpu, or gpu_path "
-            "fused if docs/how-to/models.md names the family there"
+            f"{architecture} has recurrent layers, which modules run on CPU only; set device cpu, or "
+            "gpu_path fused if docs/how-to/models.md names the family there"
         )
