@@ -79,7 +79,8 @@ def test_answers_are_the_same_from_any_tier(tmp_path: Path, monkeypatch: pytest.
         assert (found, hits) == (expected, {Tier.DEVICE: 64})
         assert llm.engine.cache.below.drain(TIMEOUT_S)
         llm.engine.check()
-        decoder = llm.engine.runner.model.decoder
+        model: Any = llm.engine.runner.model
+        decoder = model.decoder
         assert isinstance(decoder, RecordedDecoder)
         assert {1, 8, 96} <= {*decoder.recorded}
     with engine(path, **disk) as llm:

@@ -157,6 +157,12 @@ class LayerStep:
     states: StateList | None = None
     """Of a model with recurrent layers."""
 
+    @property
+    def listed(self) -> StateList:
+        """The states, where there are some."""
+        assert self.states is not None
+        return self.states
+
     def adapted(self, layer: int, product: int, x: torch.Tensor, sums: Sums) -> Sums:
         """Add what adapters do to what a layer's product of x [T, K] left."""
         return sums if self.adapters is None else self.adapters.add(5 * layer + product, x, sums)
