@@ -27,6 +27,7 @@ def load_on_device(load: LoadJob, *, has_images: bool) -> Loaded:
     # Only here: no other path needs Triton.
     from stemma.model.cuda.fused import ORDER, refusal_of
     from stemma.model.cuda.fused_steps import make_fused_decoder
+    from stemma.model.cuda.sampler import choose
 
     layout = None if has_images else fitting_layout(load.checkpoint)
     reason = _refusal(load, layout, has_images=has_images)
@@ -53,6 +54,7 @@ def load_on_device(load: LoadJob, *, has_images: bool) -> Loaded:
         family.architecture,
         sum(math.prod(shape) for shape in layout.shapes().values()) * load.checkpoint.dtype.itemsize,
         len(load.checkpoint.codes),
+        choose=choose,
         computed_by=f":fused-{ORDER}:{triton_version()}",
     )
 

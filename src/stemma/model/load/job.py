@@ -15,6 +15,7 @@ from stemma.model.files.progress import Progress
 from stemma.model.load.plan import LoadPlan
 from stemma.model.opened.causal_lm import Decoder
 from stemma.model.opened.checkpoint import DecoderParts
+from stemma.model.opened.draw_rules import Choose
 from stemma.model.opened.selfcheck import Reference
 from stemma.model.parallel.group import RankGroup
 
@@ -51,5 +52,7 @@ class Loaded:
     """Results that the model computes by itself; None: tests have compared its family."""
     checked: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
     """Lets the decoder run just those layers that the reference comes from."""
+    choose: Choose | None = None
+    """How the device draws tokens; None: by torch's operations."""
     computed_by: str = ""
     """The versions of libraries whose code computes KV; empty: our kernels alone do."""

@@ -157,6 +157,7 @@ def _model(load: LoadJob, loaded: Loaded, info: ModelInfo, encoder: VisionEncode
         load.checkpoint.dtype,
         context_size=context_size,
         encoder=encoder,
+        choose=loaded.choose,
     )
 
 
