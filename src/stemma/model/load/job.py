@@ -52,7 +52,7 @@ class Loaded:
     """Results that the model computes by itself; None: tests have compared its family."""
     checked: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
     """Lets the decoder run just those layers that the reference comes from."""
-    choose: Choose | None = None
-    """How the device draws tokens; None: by torch's operations."""
     computed_by: str = ""
     """The versions of libraries whose code computes KV; empty: our kernels alone do."""
+    choose: Choose | None = None
+    """How the device draws tokens; None: by torch's operations."""
