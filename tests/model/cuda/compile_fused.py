@@ -1,7 +1,7 @@
 """Compiles every kernel that the fused decoder launches, at shapes of real models; prints JSON, a line each.
 
-Arguments: the compute capability, e.g. 90, and names of `MODELS`. Launches are caught on their way to a
-device, so what is compiled is what would run.
+Arguments: the compute capability, e.g. 90, and names of `MODELS`, or ``sampler``. Launches are caught on
+their way to a device, so what is compiled is what would run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 import triton
@@ -32,15 +33,18 @@ from stemma.model.cuda import products
 from stemma.model.cuda.fused import LayoutDecoder
 from stemma.model.cuda.layers import LayerStep
 from stemma.model.cuda.low_rank import AdapterStep
+from stemma.model.cuda.sampler import choose
 from stemma.model.cuda.state_list import StateList
 from stemma.model.families.layout import Linear, ModelLayout, Norm
 from stemma.model.families.registry import family_of
+from stemma.model.opened.draw_rules import ROW, DrawRules
 from stemma.model.weights.named import Affine
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.model.weights.stored import CodedFloats
 
 GROUP = 128
 """Inputs that share a scale, in models of 4 bits."""
+VOCAB_SIZES = (32_000, 50_257, 151_936, 262_144)
 COUNTS = (1, 17, 128, 2048)
 STORED: tuple[StoredAs, ...] = ("plain", "int8", "fp8")
 _TOLD = ("BLOCK_T", "BLOCK_N", "PIECES", "GATE", "EXPERTS")
@@ -52,6 +56,7 @@ _TYPES = {
     torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float64: "*fp64",
 }
 
 
@@ -296,6 +301,11 @@ def main() -> None:
     asked.has_warpgroups = lambda _device: int(sys.argv[1]) >= 90
     JITFunction.run = lambda kernel, *args, **options: catcher.run(kernel, *args, **options)
     for name in sys.argv[2:]:
+        if name == "sampler":
+            catcher.name = name
+            for vocab_size in VOCAB_SIZES:
+                choose(torch.empty(1, vocab_size), DrawRules(np.zeros(1, dtype=ROW), {}, {}, {}))
+            continue
         catcher.name, model = name, layout_of(MODELS[name]())
         weights: Any = EmptyWeights(model, are_codes="4 bits" in name, are_floats="fp8" in name)
         decoder = LayoutDecoder(model, weights, torch.bfloat16, torch.device("cpu"), max_positions=4096)

@@ -55,7 +55,8 @@ def fused(
 ) -> CausalLM:
     """The model of `path` with the fused decoder."""
     settings = ModelSettings.model_validate({"path": path, "dtype": str(dtype).removeprefix("torch.")})
-    checkpoint = open_checkpoint(settings, describe_checkpoint(settings).config)
+    described = describe_checkpoint(settings)
+    checkpoint = open_checkpoint(settings, described.config, described.vision)
     layout = fitting_layout(checkpoint)
     assert layout is not None
     decoder = LayoutDecoder(layout, named_weights(checkpoint), dtype, CPU, max_positions=64)

@@ -109,6 +109,7 @@ def prepare_heads(
     q_norm,
     k_norm,
     angles,
+    axes,
     positions,
     slots,
     query,
@@ -118,6 +119,7 @@ def prepare_heads(
     num_heads,
     num_kv_heads,
     num_positions,
+    stride_axis,
     eps,
     stride_block,
     stride_part,
@@ -128,6 +130,7 @@ def prepare_heads(
     HAS_BIAS: tl.constexpr,
     DIM: tl.constexpr,
     ROTARY: tl.constexpr,
+    HAS_AXES: tl.constexpr,
     NORMS: tl.constexpr,
     IN_FLOATS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -138,7 +141,8 @@ def prepare_heads(
 
     A negative slot is skipped. ROTARY: leading dims that are rotated, 0 for none. Pairs are
     (d, d + ROTARY / 2): who has a dim computes its partner too. `angles` [2, num_positions, ROTARY / 2]:
-    cosines, then sines. STORED: KV's codes, whose scales lie SCALES_AT bytes behind a token's first.
+    cosines, then sines. HAS_AXES: `axes` [ROTARY / 2] say which of a token's three positions turns a pair.
+    STORED: KV's codes, whose scales lie SCALES_AT bytes behind a token's first.
     """
     ROUND: tl.constexpr = query.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -168,7 +172,10 @@ def prepare_heads(
                 norm = q_norm if head < num_heads else k_norm
                 weight = tl.load(norm + partners, mask=is_turned, other=0.0).to(tl.float32)
                 y = scaled_by_norm(y, factor, weight, IN_FLOATS, ROUND)
-            at = tl.load(positions + token) * HALF + dims % HALF
+            place = positions + token
+            if HAS_AXES:
+                place += tl.load(axes + dims % HALF) * stride_axis
+            at = tl.load(place) * HALF + dims % HALF
             cos = tl.load(angles + at, mask=is_turned, other=1.0).to(tl.float32)
             sin = tl.load(angles + num_positions * HALF + at, mask=is_turned, other=0.0).to(tl.float32)
             turned = tl.where(is_turned, tl.fma(x, cos, times(tl.where(dims < HALF, -y, y), sin)), x)

@@ -180,7 +180,8 @@ class Attention(Protocol):
     """What a layer does before its output product."""
 
     def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Take normed states [T, H] and positions [T]; return what is attended, [T, inputs of the output]."""
+        """Take normed states [T, H] and positions [T], or [3, T] where angles have axes; return what is
+        attended, [T, inputs of the output]."""
 
 
 class HeadAttention:
@@ -199,6 +200,7 @@ class HeadAttention:
         self._number, self._has_gates = number, layer.has_gates
         self._qkv = load.product(*layer.inputs, order=layer.order)
         self._heads, self._angles = heads, angles
+        self._axes = torch.tensor(heads.axes, dtype=torch.int32, device=angles.device)
         self._rotary = 2 * angles.shape[2] if layer.rotates else 0
         self._norms = [load.norm(norm) for norm in layer.head_norms or ()]
         sinks = None if layer.sinks is None else load.floats(layer.sinks.name)
@@ -224,6 +226,7 @@ class HeadAttention:
             *sums.arguments(),
             *norms,
             self._angles,
+            self._axes if len(self._axes) else slots,
             positions,
             slots,
             query,
@@ -233,12 +236,14 @@ class HeadAttention:
             shape.num_heads,
             shape.num_kv_heads,
             self._angles.shape[1],
+            positions.stride(0),
             self._norms[0].eps if self._norms else 0.0,
             *cache.stride()[:4],
             BLOCK_SIZE=cache.shape[2],
             **sums.constants(),
             DIM=dim,
             ROTARY=self._rotary,
+            HAS_AXES=len(self._axes) > 0,
             NORMS=bool(self._norms),
             IN_FLOATS=bool(self._norms) and self._norms[0].in_floats,
             BLOCK=triton.next_power_of_2(dim),

@@ -114,7 +114,7 @@ class RecordedDecoder:
             return None
         if len(batch.adapters) > MOST_ADAPTERS:
             return None
-        others = (batch.written_rows, batch.pages, batch.images, batch.limits, batch.axes)
+        others = (batch.written_rows, batch.pages, batch.images, batch.limits)
         if any(other is not None for other in others):
             return None
         bucket = ROW_BUCKETS[bisect_left(ROW_BUCKETS, num_rows)]

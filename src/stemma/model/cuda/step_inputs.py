@@ -44,7 +44,9 @@ class StepInputs:
         self, max_rows: int, device: torch.device, num_programs: int, num_numbers: int = NUM_NUMBERS
     ) -> None:
         """`num_numbers`: int32 that there is room for; `num_programs`: those that work off a list."""
-        self._token_ids, self._positions = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
+        self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._axes = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
+        """Positions along three axes, which agree where a batch has but one."""
         self._slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self.numbers = torch.zeros(num_numbers, dtype=torch.int32, device=device)
         self._device = accelerator_of(device)
@@ -67,8 +69,11 @@ class StepInputs:
         if not self._write(batch, list_states(batch, num_rows, kv), num_rows, kv.layout.block_size):
             return False
         num_tokens = len(batch.token_ids)
-        targets = [tensor[:num_tokens] for tensor in (self._token_ids, self._positions, self._slots)]
-        torch._foreach_copy_(targets, [batch.token_ids, batch.positions, batch.slots], non_blocking=True)
+        targets = [tensor[:num_tokens] for tensor in (self._token_ids, self._slots, *self._axes)]
+        axes = [batch.positions] * 3
+        if batch.axes is not None:
+            axes = list(batch.axes.to(batch.positions.device, non_blocking=True))
+        torch._foreach_copy_(targets, [batch.token_ids, batch.slots, *axes], non_blocking=True)
         if num_tokens < num_rows:
             self._slots[num_tokens:num_rows].fill_(-1)
         self._copy(0, self._end)
@@ -93,12 +98,13 @@ class StepInputs:
         """Return the first rows as models read them; what attention needs comes from `numbers`."""
         return ForwardBatch(
             token_ids=self._token_ids[:num_rows],
-            positions=self._positions[:num_rows],
+            positions=self._axes[0, :num_rows],
             slots=self._slots[:num_rows],
             query_starts=[0, num_rows],
             context_lens=[0],
             block_tables=torch.zeros(1, 0, dtype=torch.int32),
-            logits_rows=self._positions[:0],
+            logits_rows=self._axes[0, :0],
+            axes=self._axes[:, :num_rows],
         )
 
     @property

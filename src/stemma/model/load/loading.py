@@ -136,7 +136,7 @@ def _load(load: LoadJob, vision: VisionConfig | None) -> tuple[Loaded, VisionEnc
     of `gpu_path` fused don't compute.
     """
     if _is_fused_elsewhere(load.settings, load.device.type):
-        return load_on_device(load, has_images=vision is not None), None
+        return load_on_device(load, vision)
     is_own = load.group is None and not runs_remote_code(load.settings)
     packing, checkpoint = load.packing, load.checkpoint
     layout = fitting_layout(checkpoint) if packing is not None and is_own else None
@@ -146,8 +146,8 @@ def _load(load: LoadJob, vision: VisionConfig | None) -> tuple[Loaded, VisionEnc
     if packing is None or (layout is None and not by_modules):
         raise UnsupportedModel(
             f"{vision.family.architecture} reads images, which is served on CPU with kernels, in bfloat16 or "
-            "float32, by one process, from the tensors that the model was published with; stemma doctor says "
-            "whether the kernels can be used"
+            "float32, or on CUDA by gpu_path fused, by one process, from the tensors that the model was "
+            "published with; stemma doctor says whether the kernels can be used"
         )
     loaded = load_by_modules(load) if layout is None else load_fused(load, layout)
     return loaded, load_encoder(checkpoint.path, vision, checkpoint.tower, checkpoint.dtype, packing)
@@ -163,6 +163,7 @@ def _model(load: LoadJob, loaded: Loaded, info: ModelInfo, encoder: VisionEncode
         load.checkpoint.dtype,
         context_size=context_size,
         encoder=encoder,
+        choose=loaded.choose,
     )
 
 
