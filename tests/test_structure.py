@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "packages").glob("*/src/**/*.py")])
 KERNELS = (
     *("triton_kernels.py", "triton_attention.py", "listed_kernels.py", "listed_attention.py"),
-    *("product_kernels.py", "layer_kernels.py", "low_rank_kernels.py"),
+    *("product_kernels.py", "layer_kernels.py", "low_rank_kernels.py", "recurrent_kernels.py"),
+    "sampler_kernels.py",
 )
 MAX_LINES = 60
 MAX_CORE_LINES = 85_710

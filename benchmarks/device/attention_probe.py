@@ -110,7 +110,7 @@ class Probe:
         """Return the step by the list."""
         num_rows = len(batch.token_ids)
         inputs = StepInputs(num_rows, self.device, self.room.num_programs)
-        assert inputs.fill(batch, num_rows, BLOCK_SIZE)
+        assert inputs.fill(batch, num_rows, self.kv)
         return ListedAttentionStep(inputs, self.kv, self.room)
 
 

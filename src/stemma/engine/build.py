@@ -253,6 +253,7 @@ def _make_engine(
         ),
         max_adapters=settings.lora.max_loras,
         generates=model.abilities.generates,
+        choose=model.choose,
         load_ahead_bandwidth=settings.tiers.load_ahead_bandwidth,
         on_close=on_close,
     )

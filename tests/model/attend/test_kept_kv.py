@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stemma.errors import ConfigError
-from stemma.memory.device.layout import WindowGroup
-from stemma.model.attend.kept_kv import KeptKV, KVShape
+from stemma.memory.device.layout import StateLayout, StatePart, WindowGroup
+from stemma.model.attend.kept_kv import KeptKV, KVShape, check_modules
 
 CHUNKS = WindowGroup((0,), 128, 2, 16, is_chunked=True)
 KEPT = KeptKV(KVShape(2, 2, 2, 16, windows=CHUNKS), "Llama4ForCausalLM", torch.bfloat16, "cpu", 1000)
@@ -25,3 +25,12 @@ def test_chunks_run_elsewhere_within_the_first_one_alone() -> None:
     with pytest.raises(ConfigError, match="a max_model_len of at most 128"):
         elsewhere.layout(16)
     assert replace(elsewhere, max_model_len=128).layout(16).windows is None
+
+
+def test_modules_run_recurrent_layers_on_cpu_alone() -> None:
+    """What else runs them is for the decoder to say: their states lie in blocks anywhere."""
+    recurrent = replace(KEPT.shape, windows=None, state=StateLayout((StatePart(0, "recurrent", (2, 8, 8)),)))
+    assert replace(KEPT, shape=recurrent, device="cuda").layout(16).blocks_per_state
+    check_modules(recurrent, KEPT.architecture, "cpu")
+    with pytest.raises(ConfigError, match=r"Llama4ForCausalLM has recurrent layers.*gpu_path fused"):
+        check_modules(recurrent, KEPT.architecture, "cuda")

@@ -1,7 +1,7 @@
 """Compiles every kernel that the fused decoder launches, at shapes of real models; prints JSON, a line each.
 
-Arguments: the compute capability, e.g. 90, and names of `MODELS`. Launches are caught on their way to a
-device, so what is compiled is what would run.
+Arguments: the compute capability, e.g. 90, and names of `MODELS`, or ``sampler``. Launches are caught on
+their way to a device, so what is compiled is what would run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 import triton
@@ -32,14 +33,18 @@ from stemma.model.cuda import products
 from stemma.model.cuda.fused import LayoutDecoder
 from stemma.model.cuda.layers import LayerStep
 from stemma.model.cuda.low_rank import AdapterStep
+from stemma.model.cuda.sampler import choose
+from stemma.model.cuda.state_list import StateList
 from stemma.model.families.layout import Linear, ModelLayout, Norm
 from stemma.model.families.registry import family_of
+from stemma.model.opened.draw_rules import ROW, DrawRules
 from stemma.model.weights.named import Affine
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.model.weights.stored import CodedFloats
 
 GROUP = 128
 """Inputs that share a scale, in models of 4 bits."""
+VOCAB_SIZES = (32_000, 50_257, 151_936, 262_144)
 COUNTS = (1, 17, 128, 2048)
 STORED: tuple[StoredAs, ...] = ("plain", "int8", "fp8")
 _TOLD = ("BLOCK_T", "BLOCK_N", "PIECES", "GATE", "EXPERTS")
@@ -51,6 +56,7 @@ _TYPES = {
     torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float64: "*fp64",
 }
 
 
@@ -97,6 +103,33 @@ MODELS: dict[str, Callable[[], Any]] = {
         moe_intermediate_size=256,
         n_routed_experts=64,
     ),
+    "delta rule": lambda: transformers.Qwen3_5TextConfig(
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        vocab_size=2048,
+        hidden_size=2048,
+        intermediate_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+    ),
+    "mamba 2": lambda: transformers.GraniteMoeHybridConfig(
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        vocab_size=2048,
+        hidden_size=1536,
+        shared_intermediate_size=2048,
+        num_local_experts=0,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        mamba_n_heads=48,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        position_embedding_type="rope",
+    ),
 }
 
 
@@ -137,7 +170,7 @@ class EmptyWeights:
         return torch.empty(self.shapes[name], dtype=torch.bfloat16)
 
     def floats(self, name: str) -> torch.Tensor:
-        return torch.empty(64 if "correction" in name else 1)
+        return torch.empty(self.shapes[name])
 
 
 class EmptyReader:
@@ -177,6 +210,7 @@ class Catcher:
             given["WIDEN"] = False
         how = {name: value for name, value in options.items() if name not in names}
         constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
+        unknown = {p.name for p in kernel.params if p.do_not_specialize}
         signature, aligned = {}, {}
         for index, name in enumerate(names):
             value = given[name]
@@ -188,6 +222,8 @@ class Catcher:
                 is_aligned = value.data_ptr() % 16 == 0
             elif isinstance(value, float):
                 signature[name], is_aligned = "fp32", False
+            elif name in unknown:
+                signature[name], is_aligned = "i32", False
             elif value == 1:
                 signature[name], constants[name] = "constexpr", 1
                 continue
@@ -236,10 +272,11 @@ def _usage(ptx: str, capability: int) -> tuple[int, int]:
 def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int, stored: StoredAs) -> None:
     """Launch what a step of so many tokens launches, over KV stored so."""
     shape = kv_shape_of(model)
-    kept = KVLayout(shape.num_layers, shape.num_parts, 64, shape.num_kv_heads, shape.head_dim, "bfloat16")
+    shapes = shape.num_layers, shape.num_parts, 64, shape.num_kv_heads, shape.head_dim
+    kept = KVLayout(*shapes, "bfloat16", state=shape.state)
     if stored != "plain":
         kept = replace(kept, stored=stored, latent_rank=shape.latent_rank)
-    kv = DeviceKV(kept, -(-num_tokens // 64))
+    kv = DeviceKV(kept, kept.aligned(-(-num_tokens // 64)), num_states=0 if shape.state is None else 1)
     rows = torch.arange(num_tokens)
     batch = ForwardBatch(
         token_ids=torch.zeros_like(rows),
@@ -250,7 +287,8 @@ def step(decoder: LayoutDecoder, model: ModelLayout, num_tokens: int, stored: St
         block_tables=torch.zeros(1, 1, dtype=torch.int32),
         logits_rows=rows,
     )
-    decoder.head(decoder.states(batch, LayerStep(EmptyReader(rows), kv)))
+    states = StateList(torch.zeros(1, dtype=torch.int32), 0, num_tokens)
+    decoder.head(decoder.states(batch, LayerStep(EmptyReader(rows), kv, states=states)))
     if stored == "int8":
         adapters = AdapterStep(torch.zeros(8, 3, dtype=torch.int64), 64)
         decoder.states(batch, LayerStep(EmptyReader(rows), kv, adapters))
@@ -263,6 +301,11 @@ def main() -> None:
     asked.has_warpgroups = lambda _device: int(sys.argv[1]) >= 90
     JITFunction.run = lambda kernel, *args, **options: catcher.run(kernel, *args, **options)
     for name in sys.argv[2:]:
+        if name == "sampler":
+            catcher.name = name
+            for vocab_size in VOCAB_SIZES:
+                choose(torch.empty(1, vocab_size), DrawRules(np.zeros(1, dtype=ROW), {}, {}, {}))
+            continue
         catcher.name, model = name, layout_of(MODELS[name]())
         weights: Any = EmptyWeights(model, are_codes="4 bits" in name, are_floats="fp8" in name)
         decoder = LayoutDecoder(model, weights, torch.bfloat16, torch.device("cpu"), max_positions=4096)

@@ -15,6 +15,7 @@ from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cuda.fused import LayoutDecoder
 from stemma.model.cuda.layers import LayerStep
+from stemma.model.cuda.state_list import StateList, list_states
 from stemma.model.load.fused_loading import fitting_layout, named_weights
 from stemma.model.opened.causal_lm import CausalLM, ModelInfo
 from stemma.model.opened.checkpoint import open_checkpoint
@@ -43,7 +44,9 @@ class RowSteps:
         raise AssertionError(adapter)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        states = self._decoder.states(batch, LayerStep(RowReader(batch, kv), kv))
+        num_rows = len(batch.token_ids)
+        listed = StateList(torch.from_numpy(list_states(batch, num_rows, kv)), 0, num_rows)
+        states = self._decoder.states(batch, LayerStep(RowReader(batch, kv), kv, states=listed))
         return self._decoder.head(states.index_select(0, batch.logits_rows))
 
 
@@ -52,7 +55,8 @@ def fused(
 ) -> CausalLM:
     """The model of `path` with the fused decoder."""
     settings = ModelSettings.model_validate({"path": path, "dtype": str(dtype).removeprefix("torch.")})
-    checkpoint = open_checkpoint(settings, describe_checkpoint(settings).config)
+    described = describe_checkpoint(settings)
+    checkpoint = open_checkpoint(settings, described.config, described.vision)
     layout = fitting_layout(checkpoint)
     assert layout is not None
     decoder = LayoutDecoder(layout, named_weights(checkpoint), dtype, CPU, max_positions=64)

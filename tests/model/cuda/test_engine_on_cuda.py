@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import hybrids
 from tests.checkpoints import build
 
 from stemma.engine.llm import LLM
@@ -140,3 +141,25 @@ def test_memory_is_pinned(serve: Any) -> None:
     llm = serve("qwen2", host_cache="1MB")
     arena = torch.frombuffer(llm.engine.cache.below.stores[0].memory, dtype=torch.uint8)
     assert torch.device(DEVICE).type != "cuda" or arena.is_pinned()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+def test_recurrent_layers_give_the_same_answers_from_any_tier(family: str, tmp_path: Path) -> None:
+    """By our kernels alone: cold, all at once, from checkpoints and from disk; logprobs to the bit."""
+    path = hybrids.build(family, tmp_path / "model")
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
+    options = {"dtype": "bfloat16", "device": DEVICE, "gpu_path": "fused", "kv_cache_memory": "64MB"}
+    options |= {"disk_cache": tmp_path / "disk", "disk_cache_size": "64MB", "load_when": "always"}
+
+    def served(**more: Any) -> list[list[Any]]:
+        llm = LLM(path, **(options | {"block_size": 16} | more))
+        try:
+            rounds = [llm.generate(PROMPTS, params) for _ in range(2)]
+            rounds.append([llm.generate([prompt], params)[0] for prompt in PROMPTS])
+            llm.engine.check()
+            return [[(a.completions[0].token_ids, a.completions[0].logprobs) for a in one] for one in rounds]
+        finally:
+            llm.close()
+
+    found = [*served(enable_prefix_cache=False, disk_cache=None), *served(max_batch_tokens=64), *served()]
+    assert all(one == found[0] for one in found)

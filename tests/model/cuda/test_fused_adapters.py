@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="the optional extra `cuda` is not installed")
 pytest.importorskip("peft", reason="PEFT is the oracle")
 
-from tests import checkpoints
+from tests import checkpoints, hybrids
 from tests.adapters import ATTENTION, GATED, build_adapter, merged_logits
 from tests.model.cuda.lone_columns import columns_are_alone  # noqa: F401 - used by itself
 from tests.model.cuda.rerun_recorder import FakeRecorder
@@ -27,7 +28,15 @@ from stemma.model.lora.reading import read_adapter
 from stemma.model.opened.causal_lm import CausalLM
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", *GATED)
-TARGETS = {"llama": (*ATTENTION, *GATED), "gemma3": (*ATTENTION, *GATED), "deepseek-v3": LATENT}
+DELTA = (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj")
+TARGETS = {
+    **{"llama": (*ATTENTION, *GATED), "gemma3": (*ATTENTION, *GATED)},
+    **{"deepseek-v3": LATENT, "qwen3_next": DELTA},
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+}
+"""Whose inputs are joined in an order of their own."""
 
 
 def recorded(decoder: LayoutDecoder, recorder: FakeRecorder | None = None) -> RecordedDecoder:
@@ -39,10 +48,12 @@ def adapted(model: CausalLM, path: Path) -> object:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma3", "deepseek-v3"))]
+    "family",
+    ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma3", "deepseek-v3", "qwen3_next"))],
 )
 def test_logits_are_those_of_the_merged_model(family: str, tmp_path: Path) -> None:
-    path = checkpoints.build(family, tmp_path / "model", **SMALL | FAMILIES.get(family, {}))
+    build = hybrids.build if family in HYBRIDS else checkpoints.build
+    path = build(family, tmp_path / "model", **SMALL | (FAMILIES | HYBRIDS).get(family, {}))
     adapter, tokens = build_adapter(path, tmp_path / "adapter", TARGETS[family], rank=5), [5, 6, 7, 8]
     expected = merged_logits(path, adapter, tokens)
     assert (expected - plain_logits(path, tokens)).abs().max() > 0.02  # it does something

@@ -47,7 +47,7 @@ def attend(
     num_rows = len(batch.positions) + num_padding
     room = PieceRoom(num_programs // 2, PIECE)
     held = StepInputs(num_rows, kv.device, room.num_programs, 1 << 20)
-    assert held.fill(batch, num_rows, kv.layout.block_size)
+    assert held.fill(batch, num_rows, kv)
     padded = [torch.cat([x, torch.ones_like(x[:1]).expand(num_padding, -1, -1)]) for x in inputs]
     return ListedAttentionStep(held, kv, room).attend(call, *padded)
 

@@ -39,6 +39,7 @@ from stemma.engine.trace_log import TraceLog
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.accelerator import accelerator_of
+from stemma.model.opened.draw_rules import Choose
 from stemma.model.text.tokenizer import Tokenizer
 from stemma.native.process_memory import available_bytes
 from stemma.prefix.eviction.policy import Conclusion
@@ -80,6 +81,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         max_adapters: int = 1,
         generates: bool = True,
+        choose: Choose | None = None,
         load_ahead_bandwidth: int = 0,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
@@ -87,9 +89,8 @@ class Engine:
 
         `memory`: keeps the process below a limit; None: no limit. `grammars`: None refuses requests for
         structured output. `max_adapters`: in a step. `generates`: False refuses requests for answers.
-        `load_ahead_bandwidth`: bytes a second that idle time may load ahead of turns; 0: nothing.
-        `on_close` is called once the cache is closed.
-        """
+        `choose`: how the device draws; `load_ahead_bandwidth`: bytes a second that idle time may load ahead
+        of turns, 0: nothing. `on_close` is called once the cache is closed."""
         self.cache = cache
         self.limits = limits
         self.runner = runner
@@ -103,7 +104,7 @@ class Engine:
         )
         self._on_close = on_close
         self._tally = Tally(clock, trace_log, logs_hits=settings.log_hits)
-        self._sampler = Sampler()
+        self._sampler = Sampler(choose)
         self._scheduler = Scheduler(
             settings,
             cache,
@@ -114,7 +115,7 @@ class Engine:
             on_start=self._tally.start,
             on_load=self._tally.load,
         )
-        self._ahead = None if queue is None else StepsAhead(queue, cache, clock)
+        self._ahead = None if queue is None else StepsAhead(queue, cache, clock, self._sampler)
         self._heap_guard = None if memory is None else memory.guard
         self._requests: dict[str, RequestState] = {}
         self._preparation: Preparation | None = None

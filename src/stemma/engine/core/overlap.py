@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from stemma.engine.core.runner import PreparedStep
 from stemma.engine.core.step_rows import StepRows
-from stemma.engine.sampling.sampler import Draw, Sampled, draw_tokens, plan_rows_ahead
+from stemma.engine.sampling.sampler import Draw, Sampled, Sampler, plan_rows_ahead
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.accelerator import Accelerator
 
@@ -159,8 +159,10 @@ def can_fly(rows: StepRows, *, has_drafter: bool) -> bool:
 class StepsAhead:
     """Launches steps and waits for them in order; at most two are in flight at a time."""
 
-    def __init__(self, queue: WorkQueue, cache: PrefixCache, clock: Callable[[], float]) -> None:
-        self._queue = queue
+    def __init__(
+        self, queue: WorkQueue, cache: PrefixCache, clock: Callable[[], float], sampler: Sampler
+    ) -> None:
+        self._queue, self._sampler = queue, sampler
         self._cache = cache
         self._clock = clock
         self._landed_s = 0.0
@@ -186,7 +188,7 @@ class StepsAhead:
             def work() -> Draw | None:
                 before = behind.pending.ahead() if behind is not None else None
                 logits = runner.run(step, before.token_ids if before is not None else None)
-                return draw_tokens(logits, draws) if draws else None
+                return self._sampler.draw(logits, draws) if draws else None
 
             pending = self._queue.submit(work)
         except Exception:

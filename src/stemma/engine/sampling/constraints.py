@@ -74,9 +74,10 @@ class Constraints:
         self._thinking: ThinkingLimit | None = None
         if params.thinking is not None and params.max_thinking_tokens is not None:
             self._thinking = ThinkingLimit(params.thinking, params.max_thinking_tokens)
-        bias = [(token, value) for token, value in params.logit_bias if 0 <= token < vocab_size]
-        self._bias_ids = torch.tensor([token for token, _ in bias], dtype=torch.int64)
-        self._bias_values = torch.tensor([value for _, value in bias], dtype=torch.float32)
+        self.bias = {token: value for token, value in params.logit_bias if 0 <= token < vocab_size}
+        """What is added to the logits of tokens."""
+        self._bias_ids = torch.tensor(list(self.bias), dtype=torch.int64)
+        self._bias_values = torch.tensor(list(self.bias.values()), dtype=torch.float32)
         self._only: AllowedTokens | None = None
         if params.allowed_token_ids:
             self._only = np.zeros(vocab_size, dtype=np.bool_)
@@ -103,6 +104,21 @@ class Constraints:
         """Return the grammar's mask after the output and then `ahead`; None where nothing there is used."""
         assert self._grammar is not None
         return self._grammar.packed(ahead)
+
+    def bits(self, ahead: Sequence[int]) -> PackedMask | None:
+        """Return which tokens may follow the output and then `ahead`, by whatever rule; None: all may."""
+        if self.is_grammar_alone:
+            return self.packed(ahead)
+        allowed, end = self._allowed(ahead), self.forced_end(ahead)
+        if end is not None:
+            allowed = np.arange(self._vocab_size) == end
+        if allowed is None:
+            return None
+        return np.packbits(np.pad(allowed, (0, -self._vocab_size % 32)), bitorder="little")
+
+    def forced_end(self, ahead: Sequence[int]) -> int | None:
+        """Return the only token that the budget of thinking leaves, whatever its logit; None: all."""
+        return None if self._thinking is None else self._thinking.forced(ahead)
 
     def forced(self) -> list[int]:
         """Return the tokens that must follow the output because the grammar leaves no choice."""
@@ -137,8 +153,7 @@ class Constraints:
 
     def apply(self, logits: torch.Tensor, ahead: Sequence[int]) -> None:
         """Change `logits` [V] float32, which follow the output and then `ahead` (a draft), in place."""
-        forced = None if self._thinking is None else self._thinking.forced(ahead)
-        if forced is not None:
+        if (forced := self.forced_end(ahead)) is not None:
             logits.fill_(-torch.inf)
             logits[forced] = 0.0
             return

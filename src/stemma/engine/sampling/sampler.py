@@ -14,7 +14,8 @@ Two choices make a request's tokens independent of its neighbours in the batch a
 What a draw depends on beside its logits is fixed first (`plan_rows`, `plan_rows_ahead`); `draw_tokens` is
 tensor work alone. Beside the host it reads no value, so it only queues kernels and copies, and a step can be
 launched before the host knows what the last one drew. On CPU, where a look at a value costs nothing, it looks
-where that saves work. The tokens are the same.
+where that saves work. The tokens are the same. A device with a `Choose` of its own draws the same tokens by
+the same random numbers, but for numbers that lie within rounding of the border between two.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from stemma.engine.sampling.grammar import PackedMask
 from stemma.engine.sampling.logprobs import TokenLogprob, likeliest
 from stemma.engine.sampling.one_thread import one_thread_for
 from stemma.engine.sampling.params import SamplingParams
+from stemma.engine.sampling.rules import rules_of
 from stemma.engine.sampling.state import SamplingState
 from stemma.memory.device.accelerator import accelerator_of
+from stemma.model.opened.draw_rules import Choose
 
 _CPU_ELEMENTS = 1 << 20
 """Logits drawn from in one go on CPU: copies of more would take memory and leave the processor's cache."""
@@ -125,6 +128,17 @@ class Draw:
 class Sampler:
     """Draws the next tokens of a whole batch; stateless, works on whatever device the logits are on."""
 
+    def __init__(self, choose: Choose | None = None) -> None:
+        """`choose`: how the device draws by itself; None: by torch's operations."""
+        self._choose = choose
+
+    def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> Draw:
+        """Do what `draw_tokens` does, as this device does it."""
+        if self._choose is None:
+            return draw_tokens(logits, rows)
+        token_ids = self._choose(logits, rules_of(rows))
+        return Draw(token_ids, token_ids.to("cpu", non_blocking=True), _logprobs(logits, rows, token_ids, 0))
+
     def sample(
         self,
         logits: torch.Tensor,
@@ -135,7 +149,8 @@ class Sampler:
 
         The rows are those of `plan_rows`.
         """
-        if logits.device.type == "cpu" and all(state.takes_likeliest for state in states):
+        is_settled = self._choose is None and logits.device.type == "cpu"
+        if is_settled and all(state.takes_likeliest for state in states):
             token_ids = logits.numpy().argmax(axis=-1).tolist()
             if any(state.constraints is not None for state in states):
                 rows = plan_rows(states, drafts)
@@ -144,7 +159,7 @@ class Sampler:
         rows = plan_rows(states, drafts)
         if not rows:
             return Sampled([], [])
-        drawn = draw_tokens(logits, rows)
+        drawn = self.draw(logits, rows)
         accelerator_of(logits.device).synchronize()
         return drawn.read()
 

@@ -49,7 +49,7 @@ class DeviceKV:
         num_pages: int = 0,
         slab: int = 0,
     ) -> None:
-        """`num_states`: sequences whose recurrent states fit, in blocks behind the others; on CPU only.
+        """`num_states`: sequences whose recurrent states fit, in blocks behind the others.
 
         `num_pages`: of layers with windows, behind these. With `slab`, blocks of a slab, both lie among the
         blocks: as many as all slabs hold, and whoever uses them says what each slab holds (`slabs.py`).
@@ -149,6 +149,12 @@ class DeviceKV:
         """Return a part of a state, float32; a view."""
         raw = self._bytes[self.state_blocks(state).start :].view(-1)
         return raw[offset : offset + 4 * math.prod(shape)].view(torch.float32).view(shape)
+
+    @property
+    def floats(self) -> torch.Tensor:
+        """All bytes as float32, as states are; for kernels that find them by their blocks."""
+        raw = self._bytes.view(-1)
+        return raw[: raw.numel() // 4 * 4].view(torch.float32)
 
     def state_address(self, state: int) -> int:
         """Return where a state begins in memory; on CPU."""

@@ -47,6 +47,20 @@ class ImageRows:
     features: torch.Tensor | None = None
     """[F, E, H]: what is added to their hidden states behind each of the first F layers; None: nothing is."""
 
+    def on(self, device: torch.device) -> ImageRows:
+        """Return them on a device, without waiting for it."""
+        rows, vectors = (each.to(device, non_blocking=True) for each in (self.rows, self.vectors))
+        features = self.features
+        return ImageRows(rows, vectors, None if features is None else features.to(device, non_blocking=True))
+
+    def add_features(self, hidden: torch.Tensor, layer: int) -> bool:
+        """Add those of a layer to the hidden states [T, H] behind it, in place; False: it has none."""
+        if self.features is None or not 0 <= layer < len(self.features):
+            return False
+        changed = hidden.index_select(0, self.rows) + self.features[layer]
+        hidden.index_copy_(0, self.rows, changed)
+        return True
+
 
 @dataclass(slots=True)
 class ForwardBatch:

@@ -95,8 +95,6 @@ class KeptKV:
             self._check_plain("compresses its KV into entries", kv_dtype, arrangement)
             dim = shape.compressed.block_dim(block_size)
             plain = replace(plain, head_dim=dim, compressed=shape.compressed)
-        if shape.state is not None and self.device != "cpu":
-            raise ConfigError(f"{self.architecture} has recurrent layers, which run on CPU only")
         if shape.index_dim:
             self._check_plain("chooses tokens by the keys of an indexer", kv_dtype, arrangement)
         if arrangement == "nz":
@@ -150,3 +148,12 @@ class KeptKV:
             )
         if self.device != "cpu":
             raise ConfigError("kv_layout nz runs on CPU only; leave kv_layout rows")
+
+
+def check_modules(shape: KVShape, architecture: str, device: str) -> None:
+    """Raise ConfigError for what modules compute with no state but that of the CPU."""
+    if shape.state is not None and device != "cpu":
+        raise ConfigError(
+            f"{architecture} has recurrent layers, which modules run on CPU only; set device cpu, or "
+            "gpu_path fused if docs/how-to/models.md names the family there"
+        )

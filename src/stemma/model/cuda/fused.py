@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from stemma.model.attend.batch import ForwardBatch
+from stemma.model.attend.batch import ForwardBatch, ImageRows
+from stemma.model.cpu.recurrent_layer import state_layout_of
 from stemma.model.cuda.latent import LatentAttention
 from stemma.model.cuda.layers import (
     Attention,
@@ -25,22 +26,12 @@ from stemma.model.cuda.layers import (
 from stemma.model.cuda.low_rank import OUTPUT
 from stemma.model.cuda.mixture import ExpertMLP
 from stemma.model.cuda.products import Weight
+from stemma.model.cuda.recurrent import RecurrentLayer
 from stemma.model.families import layout
 from stemma.model.weights.named import NamedWeights
 
 ORDER = 1
 """Number of the order of sums; raised where it changes, so that no KV of another is taken for this one's."""
-
-
-def refusal_of(model: layout.ModelLayout) -> str | None:
-    """Return what of a layout isn't computed here; None: all is."""
-    if any(layer.recurrent is not None for layer in model.layers):
-        return "recurrent layers"
-    if isinstance(model.heads, layout.GroupedHeads) and model.heads.axes:
-        return "positions along three axes, as behind a vision encoder"
-    if any(layer.has_gates for layer in model.layers):
-        return "gates of what is attended"
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +67,17 @@ class LayoutDecoder:
             local = angle_table(model.local_angles, max_positions, dtype, device)
         self.dtype = dtype
         self._layers: list[DeviceLayer] = []
+        kv_number, states = 0, state_layout_of(model)
         for number, layer in enumerate(model.layers):
             report(number / len(model.layers))
-            self._layers.append(
-                _device_layer(number, layer, model.heads, local if layer.is_local else angles, load)
-            )
+            attention: Attention
+            if layer.recurrent is not None:
+                attention = RecurrentLayer(number, layer, states, load)
+            else:
+                of_layer = local if layer.is_local else angles
+                attention = _attention((number, kv_number), layer, model.heads, of_layer, load)
+                kv_number += 1
+            self._layers.append(_device_layer(number, layer, attention, load))
         self._norm = load.norm(model.norm)
         self._embedding = load.tensor(model.embedding.weight)
         head, bias = load.linears(model.head or model.embedding)
@@ -92,16 +89,22 @@ class LayoutDecoder:
 
     def states(self, batch: ForwardBatch, step: LayerStep) -> torch.Tensor:
         """Write the batch's KV; return the states [T, H] behind the last norm."""
-        residual, delta, delta_norm = self._embed(batch), None, None
-        scale = self.layout.residual_scale
+        images = None if batch.images is None else batch.images.on(self._embedding.device)
+        residual, delta, delta_norm = self._embed(batch, images), None, None
+        scale, positions = self.layout.residual_scale, self._positions(batch)
         for number, layer in enumerate(self._layers):
             normed = layer.input_norm.residual(residual, delta, delta_norm, scale)
-            attended = layer.attention(normed, batch.positions, step)
+            if images is not None and images.add_features(residual, number - 1):
+                normed = layer.input_norm.residual(residual, None, None, scale)
+            attended = layer.attention(normed, positions, step)
             attended_norm, mlp_norm = layer.out_norms
             output = step.adapted(number, OUTPUT, attended, layer.output(attended))
             normed = layer.post_norm.residual(residual, output, attended_norm, scale)
             delta, delta_norm = layer.mlp(normed, step), mlp_norm
-        return self._norm.residual(residual, delta, delta_norm, scale)
+        states = self._norm.residual(residual, delta, delta_norm, scale)
+        if images is not None and images.add_features(residual, len(self._layers) - 1):
+            states = self._norm.residual(residual, None, None, scale)
+        return states
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits [L, vocab] of states behind the last norm, [L, H]."""
@@ -110,23 +113,35 @@ class LayoutDecoder:
         logits, divisor = self._head(states).join(), self.layout.logits_divisor
         return logits if divisor == 1.0 else logits / divisor
 
-    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+    def _embed(self, batch: ForwardBatch, images: ImageRows | None) -> torch.Tensor:
         embedded = self._embedding.index_select(0, batch.token_ids)
-        return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
+        if self._embedding_scale != 1.0:
+            embedded = embedded * self._embedding_scale
+        return embedded if images is None else embedded.index_copy_(0, images.rows, images.vectors)
+
+    def _positions(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the positions [T], or for angles of three axes [3, T]."""
+        if not (isinstance(self.layout.heads, layout.GroupedHeads) and self.layout.heads.axes):
+            return batch.positions
+        if batch.axes is None:
+            return batch.positions.expand(3, -1)
+        return batch.axes.to(batch.positions.device, non_blocking=True)
 
 
-def _device_layer(
-    number: int,
+def _attention(
+    numbers: tuple[int, int],
     layer: layout.Layer,
     heads: layout.GroupedHeads | layout.LatentHeads,
     angles: torch.Tensor,
     load: OnDevice,
-) -> DeviceLayer:
-    attention: Attention
+) -> Attention:
+    """`numbers`: of the layer, and among those with KV."""
     if isinstance(heads, layout.LatentHeads):
-        attention = LatentAttention(number, layer, heads, angles, load)
-    else:
-        attention = HeadAttention(number, layer, heads, angles, load)
+        return LatentAttention(numbers[0], layer, heads, angles, load)
+    return HeadAttention(*numbers, layer, heads, angles, load)
+
+
+def _device_layer(number: int, layer: layout.Layer, attention: Attention, load: OnDevice) -> DeviceLayer:
     attended_norm = mlp_norm = None
     if layer.out_norms is not None:
         attended_norm, mlp_norm = (load.norm(norm) for norm in layer.out_norms)

@@ -29,7 +29,7 @@ class FusedModel:
 
     def states(self, batch: ForwardBatch, step: ListedAttentionStep) -> torch.Tensor:
         """Write the batch's KV; return the hidden states [T, H] behind the final norm."""
-        return self._decoder.states(batch, LayerStep(step, step.kv, step.adapters))
+        return self._decoder.states(batch, LayerStep(step, step.kv, step.adapters, step.states))
 
     def adapter_step(self, adapters: Sequence[AdapterRows], num_rows: int) -> AdapterStep | None:
         """Return what adapters add in a step of `num_rows` rows; None: there are none."""

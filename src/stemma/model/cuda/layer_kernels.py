@@ -109,14 +109,17 @@ def prepare_heads(
     q_norm,
     k_norm,
     angles,
+    axes,
     positions,
     slots,
     query,
     cache,
     size,
+    width,
     num_heads,
     num_kv_heads,
     num_positions,
+    stride_axis,
     eps,
     stride_block,
     stride_part,
@@ -127,6 +130,7 @@ def prepare_heads(
     HAS_BIAS: tl.constexpr,
     DIM: tl.constexpr,
     ROTARY: tl.constexpr,
+    HAS_AXES: tl.constexpr,
     NORMS: tl.constexpr,
     IN_FLOATS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -137,7 +141,8 @@ def prepare_heads(
 
     A negative slot is skipped. ROTARY: leading dims that are rotated, 0 for none. Pairs are
     (d, d + ROTARY / 2): who has a dim computes its partner too. `angles` [2, num_positions, ROTARY / 2]:
-    cosines, then sines. STORED: KV's codes, whose scales lie SCALES_AT bytes behind a token's first.
+    cosines, then sines. HAS_AXES: `axes` [ROTARY / 2] say which of a token's three positions turns a pair.
+    STORED: KV's codes, whose scales lie SCALES_AT bytes behind a token's first.
     """
     ROUND: tl.constexpr = query.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -145,7 +150,7 @@ def prepare_heads(
     dims = tl.arange(0, BLOCK)
     inside = dims < DIM
     first = head * DIM
-    base = token * (num_heads + 2 * num_kv_heads) * DIM + first
+    base = token * width + first
     x = joined(sums, bias, base + dims, first + dims, inside, size, PIECES, HAS_BIAS, ROUND)
     turned = x
     if head < num_heads + num_kv_heads:
@@ -167,7 +172,10 @@ def prepare_heads(
                 norm = q_norm if head < num_heads else k_norm
                 weight = tl.load(norm + partners, mask=is_turned, other=0.0).to(tl.float32)
                 y = scaled_by_norm(y, factor, weight, IN_FLOATS, ROUND)
-            at = tl.load(positions + token) * HALF + dims % HALF
+            place = positions + token
+            if HAS_AXES:
+                place += tl.load(axes + dims % HALF) * stride_axis
+            at = tl.load(place) * HALF + dims % HALF
             cos = tl.load(angles + at, mask=is_turned, other=1.0).to(tl.float32)
             sin = tl.load(angles + num_positions * HALF + at, mask=is_turned, other=0.0).to(tl.float32)
             turned = tl.where(is_turned, tl.fma(x, cos, times(tl.where(dims < HALF, -y, y), sin)), x)
@@ -186,6 +194,31 @@ def prepare_heads(
                 store_scale(at + SCALES_AT + 2 * number, scale, True)
             else:
                 tl.store(at + number * stride_head + dims, turned.to(ROUND), mask=inside)
+
+
+@triton.jit
+def gate_attended(
+    attended,
+    sums,
+    bias,
+    gated,
+    size,
+    width,
+    gates_at,
+    num_columns,
+    PIECES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply what a row attends to, `num_columns` numbers, by the sigmoids of its gates."""
+    ROUND: tl.constexpr = gated.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    gate_at = row * width + gates_at + columns
+    gate = joined(sums, bias, gate_at, gates_at + columns, inside, size, PIECES, HAS_BIAS, ROUND)
+    x = tl.load(attended + row * num_columns + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(gated + row * num_columns + columns, (x / (1.0 + tl.exp(-gate))).to(ROUND), mask=inside)
 
 
 @triton.jit

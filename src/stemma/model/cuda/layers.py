@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,16 +13,17 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.attention import AttentionCall
 from stemma.model.cpu.packing import in_one_form
 from stemma.model.cuda.coded_kv import rows_of, stored_constants
-from stemma.model.cuda.layer_kernels import add_and_norm, prepare_heads
+from stemma.model.cuda.layer_kernels import add_and_norm, gate_attended, prepare_heads
 from stemma.model.cuda.low_rank import DOWN, GATE_UP, INPUTS, AdapterStep, activate_both
 from stemma.model.cuda.products import CodedWeight, Gate, Sums, Weight
+from stemma.model.cuda.state_list import StateList
 from stemma.model.families import layout
 from stemma.model.weights.joining import below_each_other
 from stemma.model.weights.named import NamedWeights
 from stemma.model.weights.quantized import QuantizedWeight
 
 _ANGLES_AT_ONCE = 16_384
-_WIDE = 2048
+_GATED, _WIDE = 512, 2048
 """Numbers from which on a row is shared by more threads."""
 
 
@@ -58,9 +59,14 @@ class OnDevice:
         """Return a weight's numbers."""
         return self.weights.tensor(name).to(self.device)
 
-    def product(self, *linears: layout.Linear) -> Weight:
-        """Return the product of several layers, side by side."""
-        return Weight(*self.linears(*linears))
+    def product(self, *linears: layout.Linear, order: Sequence[int] | None = None) -> Weight:
+        """Return the product of several layers, side by side, or its outputs in this order."""
+        weight, bias = self.linears(*linears)
+        if order is not None:
+            chosen = torch.tensor(order, device=self.device)
+            weight = weight[chosen] if isinstance(weight, torch.Tensor) else weight.reordered(chosen)
+            bias = None if bias is None else bias[chosen]
+        return Weight(weight, bias)
 
     def floats(self, name: str) -> torch.Tensor:
         """Return a tensor in float32."""
@@ -148,6 +154,14 @@ class LayerStep:
     reader: AttentionReader
     kv: DeviceKV
     adapters: AdapterStep | None = None
+    states: StateList | None = None
+    """Of a model with recurrent layers."""
+
+    @property
+    def listed(self) -> StateList:
+        """The states, where there are some."""
+        assert self.states is not None
+        return self.states
 
     def adapted(self, layer: int, product: int, x: torch.Tensor, sums: Sums) -> Sums:
         """Add what adapters do to what a layer's product of x [T, K] left."""
@@ -166,7 +180,8 @@ class Attention(Protocol):
     """What a layer does before its output product."""
 
     def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Take normed states [T, H] and positions [T]; return what is attended, [T, inputs of the output]."""
+        """Take normed states [T, H] and positions [T], or [3, T] where angles have axes; return what is
+        attended, [T, inputs of the output]."""
 
 
 class HeadAttention:
@@ -175,26 +190,30 @@ class HeadAttention:
     def __init__(
         self,
         number: int,
+        kv_number: int,
         layer: layout.Layer,
         heads: layout.GroupedHeads,
         angles: torch.Tensor,
         load: OnDevice,
     ) -> None:
-        """`angles`: see `angle_table`."""
-        self._qkv = load.product(*layer.inputs)
+        """`angles`: see `angle_table`; `kv_number`: of the layer among those with KV."""
+        self._number, self._has_gates = number, layer.has_gates
+        self._qkv = load.product(*layer.inputs, order=layer.order)
         self._heads, self._angles = heads, angles
+        self._axes = torch.tensor(heads.axes, dtype=torch.int32, device=angles.device)
         self._rotary = 2 * angles.shape[2] if layer.rotates else 0
         self._norms = [load.norm(norm) for norm in layer.head_norms or ()]
         sinks = None if layer.sinks is None else load.floats(layer.sinks.name)
         self._call = AttentionCall(
-            number, layer.scaling, layer.window, None, None, sinks, rotates=layer.rotates
+            kv_number, layer.scaling, layer.window, None, None, sinks, rotates=layer.rotates
         )
 
     def __call__(self, normed: torch.Tensor, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Attend."""
-        sums = step.adapted(self._call.layer_idx, INPUTS, normed, self._qkv(normed))
+        sums = step.adapted(self._number, INPUTS, normed, self._qkv(normed))
         query = self._prepare(sums, positions, step)
-        return step.reader.read(self._call, query).flatten(1)
+        attended = step.reader.read(self._call, query).flatten(1)
+        return through_gates(attended, sums) if self._has_gates else attended
 
     def _prepare(self, sums: Sums, positions: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Norm and rotate; write keys and values to the cache and return queries, [T, heads, D]."""
@@ -202,25 +221,29 @@ class HeadAttention:
         shape, dim, (num_tokens, width) = self._heads, self._heads.head_dim, sums.shape
         query = torch.empty(*(num_tokens, shape.num_heads, dim), dtype=sums.dtype, device=sums.numbers.device)
         norms = [norm.weight for norm in self._norms] or [query, query]
-        kernel: Any = prepare_heads[(num_tokens, width // dim)]
+        kernel: Any = prepare_heads[(num_tokens, shape.num_heads + 2 * shape.num_kv_heads)]
         kernel(
             *sums.arguments(),
             *norms,
             self._angles,
+            self._axes if len(self._axes) else slots,
             positions,
             slots,
             query,
             cache,
             num_tokens * width,
+            width,
             shape.num_heads,
             shape.num_kv_heads,
             self._angles.shape[1],
+            positions.stride(0),
             self._norms[0].eps if self._norms else 0.0,
             *cache.stride()[:4],
             BLOCK_SIZE=cache.shape[2],
             **sums.constants(),
             DIM=dim,
             ROTARY=self._rotary,
+            HAS_AXES=len(self._axes) > 0,
             NORMS=bool(self._norms),
             IN_FLOATS=bool(self._norms) and self._norms[0].in_floats,
             BLOCK=triton.next_power_of_2(dim),
@@ -228,6 +251,16 @@ class HeadAttention:
             num_warps=1,
         )
         return query
+
+
+def through_gates(attended: torch.Tensor, sums: Sums) -> torch.Tensor:
+    """Return what is attended, [T, N], times the sigmoids of gates, the last N numbers of a product."""
+    y, (num_tokens, width) = torch.empty_like(attended), sums.shape
+    columns = attended.shape[1]
+    kernel: Any = gate_attended[(num_tokens, triton.cdiv(columns, _GATED))]
+    given = (num_tokens * width, width, width - columns, columns)
+    kernel(attended, *sums.arguments(), y, *given, **sums.constants(), BLOCK=_GATED)
+    return y
 
 
 class GatedMLP:

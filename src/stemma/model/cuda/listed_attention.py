@@ -103,7 +103,7 @@ class ListedAttentionStep:
         """Serve the step that `inputs` were filled with last, and if recorded all others of its size."""
         self._inputs, self.kv, self._room, self.adapters = inputs, kv, room, adapters
         self._num_rows = inputs.num_rows
-        self.slots = inputs.slots
+        self.slots, self.states = inputs.slots, inputs.states
         """[T] int64: where each row's KV is written; negative: nowhere."""
 
     def attend(

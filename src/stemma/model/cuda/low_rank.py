@@ -36,8 +36,8 @@ class DeviceAdapter:
         """The largest of its products, a multiple of a tile."""
         entries = []
         for layer in layout.layers:
-            for linears in _products(layer):
-                pair = joined_pairs(linears, adapter.pairs)
+            for number, linears in enumerate(_products(layer)):
+                pair = joined_pairs(linears, adapter.pairs, layer.order if number == INPUTS else None)
                 entries.append((0, 0, 0, 0) if pair is None else self._entry(pair, dtype, device))
         self.table = torch.tensor(entries, dtype=torch.int64).to(device)
 

@@ -167,6 +167,12 @@ class CodedWeight:
         first = weights[0]
         return cls(codes, scales, None, None, first.dtype, codes.shape[1], first.group_size, is_fp8=True)
 
+    def reordered(self, order: torch.Tensor) -> CodedWeight:
+        """Return these of its rows."""
+        zeros, minimums = (None if x is None else x[order] for x in (self.zeros, self.minimums))
+        codes, scales = self.codes[order], self.scales[order]
+        return replace(self, codes=codes, scales=scales, zeros=zeros, minimums=minimums)
+
     @classmethod
     def stacked(cls, weights: Sequence[CodedWeight]) -> CodedWeight:
         """Return weights of one form as several."""

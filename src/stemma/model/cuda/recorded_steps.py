@@ -91,14 +91,14 @@ class RecordedDecoder:
         inputs, nothing = self._inputs_for(kv), _no_rows(kv.device)
         for done, bucket in enumerate(reversed(ROW_BUCKETS)):
             progress(done / len(ROW_BUCKETS))
-            if inputs.fill(nothing, bucket, kv.layout.block_size):
+            if inputs.fill(nothing, bucket, kv):
                 self._states(bucket, inputs, kv, None)
         progress(1.0)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the batch's KV and return logits [L, vocab]."""
         inputs, bucket = self._inputs_for(kv), self._bucket(batch)
-        if bucket is not None and inputs.fill(batch, bucket, kv.layout.block_size):
+        if bucket is not None and inputs.fill(batch, bucket, kv):
             adapters = self._model.adapter_step(batch.adapters, bucket)
             states = self._states(bucket, inputs, kv, adapters)[: len(batch.token_ids)]
         else:
@@ -114,7 +114,7 @@ class RecordedDecoder:
             return None
         if len(batch.adapters) > MOST_ADAPTERS:
             return None
-        others = (batch.written_rows, batch.states, batch.pages, batch.images, batch.limits, batch.axes)
+        others = (batch.written_rows, batch.pages, batch.images, batch.limits)
         if any(other is not None for other in others):
             return None
         bucket = ROW_BUCKETS[bisect_left(ROW_BUCKETS, num_rows)]
@@ -136,15 +136,15 @@ class RecordedDecoder:
 
     def _filled(self, batch: ForwardBatch, inputs: StepInputs, kv: DeviceKV) -> StepInputs:
         """Return inputs that hold a step as it is; larger ones are made where it doesn't fit."""
-        num_rows, block_size, size = len(batch.token_ids), kv.layout.block_size, NUM_NUMBERS
+        num_rows, size = len(batch.token_ids), NUM_NUMBERS
         for one in (inputs, self._large_inputs):
-            if one is not None and num_rows <= one.max_rows and one.fill(batch, num_rows, block_size):
+            if one is not None and num_rows <= one.max_rows and one.fill(batch, num_rows, kv):
                 return one
         self._large_inputs = None
         while True:
             size *= 2
             large = StepInputs(max(num_rows, inputs.max_rows), kv.device, self._room.num_programs, size)
-            if large.fill(batch, num_rows, block_size):
+            if large.fill(batch, num_rows, kv):
                 self._large_inputs = large
                 return large
 

@@ -3,8 +3,9 @@
 Token ids, positions and slots come from the batch, which has them on the device. All that attention needs
 stands in one tensor of int32, `numbers`, filled on the host and brought over by one copy of what is used:
 
-    headers of lists, HEADER each | keys that each row sees | numbers of rows, members of groups
-    | block tables, one behind the other | for each list: items, joins, firsts
+    headers of lists, HEADER each | keys that each row sees | states (`state_list.py`)
+    | numbers of rows, members of groups | block tables, one behind the other
+    | for each list: items, joins, firsts
 
 A header has: where its items stand, their number, where its joins stand, their number, where its firsts do.
 """
@@ -18,10 +19,12 @@ import numpy.typing as npt
 import torch
 
 from stemma.memory.device.accelerator import accelerator_of
+from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.pinned import host_rows
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.attend.shared_prefix import find_groups
 from stemma.model.cuda.attention_list import ListedRows, ListShape, make_list
+from stemma.model.cuda.state_list import StateList, list_states
 
 MANY_ROWS = 512
 """Rows of a step from which on its tiles are large."""
@@ -41,7 +44,9 @@ class StepInputs:
         self, max_rows: int, device: torch.device, num_programs: int, num_numbers: int = NUM_NUMBERS
     ) -> None:
         """`num_numbers`: int32 that there is room for; `num_programs`: those that work off a list."""
-        self._token_ids, self._positions = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
+        self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._axes = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
+        """Positions along three axes, which agree where a batch has but one."""
         self._slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self.numbers = torch.zeros(num_numbers, dtype=torch.int32, device=device)
         self._device = accelerator_of(device)
@@ -56,16 +61,19 @@ class StepInputs:
         self._rows: ListedRows | None = None
         self._end = 0
 
-    def fill(self, batch: ForwardBatch, num_rows: int, block_size: int) -> bool:
+    def fill(self, batch: ForwardBatch, num_rows: int, kv: DeviceKV) -> bool:
         """Copy a batch; rows behind it up to `num_rows` are padding. Returns False if there is no room."""
         self._turn = 1 - self._turn
         if (copied := self._copied[self._turn]) is not None:
             copied.synchronize()
-        if not self._write(batch, num_rows, block_size):
+        if not self._write(batch, list_states(batch, num_rows, kv), num_rows, kv.layout.block_size):
             return False
         num_tokens = len(batch.token_ids)
-        targets = [tensor[:num_tokens] for tensor in (self._token_ids, self._positions, self._slots)]
-        torch._foreach_copy_(targets, [batch.token_ids, batch.positions, batch.slots], non_blocking=True)
+        targets = [tensor[:num_tokens] for tensor in (self._token_ids, self._slots, *self._axes)]
+        axes = [batch.positions] * 3
+        if batch.axes is not None:
+            axes = list(batch.axes.to(batch.positions.device, non_blocking=True))
+        torch._foreach_copy_(targets, [batch.token_ids, batch.slots, *axes], non_blocking=True)
         if num_tokens < num_rows:
             self._slots[num_tokens:num_rows].fill_(-1)
         self._copy(0, self._end)
@@ -90,12 +98,13 @@ class StepInputs:
         """Return the first rows as models read them; what attention needs comes from `numbers`."""
         return ForwardBatch(
             token_ids=self._token_ids[:num_rows],
-            positions=self._positions[:num_rows],
+            positions=self._axes[0, :num_rows],
             slots=self._slots[:num_rows],
             query_starts=[0, num_rows],
             context_lens=[0],
             block_tables=torch.zeros(1, 0, dtype=torch.int32),
-            logits_rows=self._positions[:0],
+            logits_rows=self._axes[0, :0],
+            axes=self._axes[:, :num_rows],
         )
 
     @property
@@ -109,11 +118,19 @@ class StepInputs:
         """[num_rows] int64: where each row's KV is written; negative: nowhere."""
         return self._slots[: self.num_rows]
 
-    def _write(self, batch: ForwardBatch, num_rows: int, block_size: int) -> bool:
+    @property
+    def states(self) -> StateList:
+        """Where recurrent layers find states; at one place in all steps of as many rows."""
+        return StateList(self.numbers, SEEN_AT + self.num_rows, self.num_rows)
+
+    def _write(
+        self, batch: ForwardBatch, states: npt.NDArray[np.int32], num_rows: int, block_size: int
+    ) -> bool:
         """Write what the host knows of a batch."""
         lens = np.array(batch.context_lens, dtype=np.int32)
         groups = find_groups(batch, block_size)
-        order_at = SEEN_AT + num_rows
+        states_at = SEEN_AT + num_rows
+        order_at = states_at + len(states)
         num_members = sum(len(group.members) for group in groups)
         tables_at = order_at + num_rows + num_members
         used = -(-lens // block_size)
@@ -125,7 +142,7 @@ class StepInputs:
         starts = np.array(batch.query_starts, dtype=np.int32)
         at = (ends - used).astype(np.int32)
         self._rows = rows = ListedRows(starts, lens, at, order_at, num_rows, groups, block_size)
-        host[SEEN_AT:order_at] = rows.seen
+        host[SEEN_AT:states_at], host[states_at:order_at] = rows.seen, states
         host[order_at : order_at + num_rows] = np.arange(num_rows)
         host[order_at + num_rows : tables_at] = rows.members
         tables = batch.block_tables.numpy()

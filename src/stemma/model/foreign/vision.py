@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,31 +22,44 @@ from stemma.model.opened.checkpoint import read_plain
 from stemma.model.vision.checkpoint import check_tower
 from stemma.model.vision.family import Pixels, Tower, VisionConfig
 
+HOST = torch.device("cpu")
+
 
 class VisionEncoder:
     """Makes vectors of images. One thread at a time."""
 
-    def __init__(self, config: VisionConfig, tower: Tower, packing: Packing) -> None:
-        """Take a tower whose weights are loaded; its linear layers are packed."""
+    def __init__(self, config: VisionConfig, tower: Tower, packing: Packing | None) -> None:
+        """Take a tower whose weights are loaded; its linear layers are packed, if anything packs them."""
         self.config = config
         self.num_bytes = sum(p.numel() * p.element_size() for p in tower.modules.parameters())
         """Of all weights."""
         self._tower = tower
         modules = tower.modules
-        pack_linears(modules, ModuleWeights(modules, {}), packing, plain_layers(modules), lambda _share: None)
-        self._operations = RowwiseOperations(packing.kernels)
+        self._operations: AbstractContextManager[Any] = nullcontext()
+        if packing is not None:
+            weights, plain = ModuleWeights(modules, {}), plain_layers(modules)
+            pack_linears(modules, weights, packing, plain, lambda _share: None)
+            self._operations = RowwiseOperations(packing.kernels)
 
     @torch.inference_mode()
     def encode(self, pixels: Pixels) -> torch.Tensor:
-        """Return the vectors of one image, as `Tower.encode`."""
+        """Return the vectors of one image, as `Tower.encode`, in the host's memory."""
         with self._operations:
-            return self._tower.encode(pixels).contiguous()
+            return self._tower.encode(pixels).contiguous().cpu()
 
 
 def load_encoder(
-    path: Path, config: VisionConfig, stored: Sequence[StoredTensor], dtype: torch.dtype, packing: Packing
+    path: Path,
+    config: VisionConfig,
+    stored: Sequence[StoredTensor],
+    dtype: torch.dtype,
+    packing: Packing | None,
+    device: torch.device = HOST,
 ) -> VisionEncoder:
-    """Return the encoder with its weights, in `dtype`. Raises ModelError if its config makes others."""
+    """Return the encoder with its weights, in `dtype`, on `device`.
+
+    Raises ModelError if its config makes others.
+    """
     make = config.family.make_tower
     advice = "; compare config.json with the one the checkpoint was published with"
     with ForeignCode(f"can't load the vision encoder of {path}", advice):
@@ -57,7 +72,7 @@ def load_encoder(
             for name, weight in read_plain(list(stored)).items():
                 check_finite(path, name, weight)
                 state[name].copy_(weight)
-        tower.modules.requires_grad_(False)
+        tower.modules.requires_grad_(False).to(device)
     return VisionEncoder(config, tower, packing)
 
 

@@ -10,13 +10,15 @@ from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cuda.execution import keep_compiled_kernels, triton_version
 from stemma.model.families.layout import ModelLayout
 from stemma.model.families.registry import family_of
+from stemma.model.foreign.vision import VisionEncoder, load_encoder
 from stemma.model.load.fused_loading import fitting_layout, named_weights
 from stemma.model.load.job import Loaded, LoadJob
 from stemma.model.opened.checkpoint_config import runs_remote_code
+from stemma.model.vision.family import VisionConfig
 
 
-def load_on_device(load: LoadJob, *, has_images: bool) -> Loaded:
-    """Return the decoder of what `load` names.
+def load_on_device(load: LoadJob, vision: VisionConfig | None) -> tuple[Loaded, VisionEncoder | None]:
+    """Return the decoder of what `load` names, and the vision encoder if there is one.
 
     Raises ConfigError without Triton, UnsupportedModel for what the kernels don't compute, ModelError for
     weights that aren't finite.
@@ -25,13 +27,12 @@ def load_on_device(load: LoadJob, *, has_images: bool) -> Loaded:
         raise ConfigError("gpu_path is fused, which needs Triton; install stemma-llm[cuda], or set modules")
     keep_compiled_kernels()
     # Only here: no other path needs Triton.
-    from stemma.model.cuda.fused import ORDER, refusal_of
+    from stemma.model.cuda.fused import ORDER
     from stemma.model.cuda.fused_steps import make_fused_decoder
+    from stemma.model.cuda.sampler import choose
 
-    layout = None if has_images else fitting_layout(load.checkpoint)
-    reason = _refusal(load, layout, has_images=has_images)
-    if reason is None and layout is not None:
-        reason = refusal_of(layout)
+    layout = fitting_layout(load.checkpoint)
+    reason = _refusal(load, layout, vision)
     family = family_of(load.checkpoint.config.model_type)
     if reason is not None or layout is None or family is None:
         raise UnsupportedModel(
@@ -47,21 +48,26 @@ def load_on_device(load: LoadJob, *, has_images: bool) -> Loaded:
         records=load.settings.cuda_graphs,
         report=lambda share: load.report("bringing weights to the device", share),
     )
-    return Loaded(
+    loaded = Loaded(
         decoder,
         kv_shape_of(layout),
         family.architecture,
         sum(math.prod(shape) for shape in layout.shapes().values()) * load.checkpoint.dtype.itemsize,
         len(load.checkpoint.codes),
+        choose=choose,
         computed_by=f":fused-{ORDER}:{triton_version()}",
     )
+    if vision is None:
+        return loaded, None
+    own = load.checkpoint
+    return loaded, load_encoder(own.path, vision, own.tower, own.dtype, None, load.device)
 
 
-def _refusal(load: LoadJob, layout: ModelLayout | None, *, has_images: bool) -> str | None:
+def _refusal(load: LoadJob, layout: ModelLayout | None, vision: VisionConfig | None) -> str | None:
     """Return what isn't computed; None: all is."""
     checkpoint = load.checkpoint
-    if has_images:
-        return "images"
+    if vision is not None and vision.family.num_whole is not None:
+        return "images whose tokens see each other both ways"
     if load.group is not None:
         return "parts of a model on several ranks"
     if runs_remote_code(load.settings):

@@ -15,6 +15,7 @@ from stemma.model.files.progress import Progress
 from stemma.model.load.plan import LoadPlan
 from stemma.model.opened.causal_lm import Decoder
 from stemma.model.opened.checkpoint import DecoderParts
+from stemma.model.opened.draw_rules import Choose
 from stemma.model.opened.selfcheck import Reference
 from stemma.model.parallel.group import RankGroup
 
@@ -53,3 +54,5 @@ class Loaded:
     """Lets the decoder run just those layers that the reference comes from."""
     computed_by: str = ""
     """The versions of libraries whose code computes KV; empty: our kernels alone do."""
+    choose: Choose | None = None
+    """How the device draws tokens; None: by torch's operations."""

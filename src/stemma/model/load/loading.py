@@ -17,7 +17,7 @@ import torch
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, UnsupportedModel
 from stemma.memory.device.accelerator import CUDA, accelerator_of, resolve_device
-from stemma.model.attend.kept_kv import KeptKV
+from stemma.model.attend.kept_kv import KeptKV, check_modules
 from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cpu.packing import Packing
 from stemma.model.families.registry import family_of
@@ -120,7 +120,13 @@ def stated_kv(settings: ModelSettings, *, predicts: bool) -> KeptKV | None:
     if predicts:
         shape = with_prediction(shape, int(checkpoint.config.hidden_size))
     device = resolve_device(settings.device).type
+    if not _is_fused_elsewhere(settings, device):
+        check_modules(shape, family.architecture, device)
     return KeptKV(shape, family.architecture, checkpoint.dtype, device, described.max_model_len)
+
+
+def _is_fused_elsewhere(settings: ModelSettings, device: str) -> bool:
+    return device == CUDA and settings.gpu_path == "fused"
 
 
 def _load(load: LoadJob, vision: VisionConfig | None) -> tuple[Loaded, VisionEncoder | None]:
@@ -129,8 +135,8 @@ def _load(load: LoadJob, vision: VisionConfig | None) -> tuple[Loaded, VisionEnc
     Raises UnsupportedModel for one with an encoder whose decoder reads no images, and for what the kernels
     of `gpu_path` fused don't compute.
     """
-    if load.device.type == CUDA and load.settings.gpu_path == "fused":
-        return load_on_device(load, has_images=vision is not None), None
+    if _is_fused_elsewhere(load.settings, load.device.type):
+        return load_on_device(load, vision)
     is_own = load.group is None and not runs_remote_code(load.settings)
     packing, checkpoint = load.packing, load.checkpoint
     layout = fitting_layout(checkpoint) if packing is not None and is_own else None
@@ -140,8 +146,8 @@ def _load(load: LoadJob, vision: VisionConfig | None) -> tuple[Loaded, VisionEnc
     if packing is None or (layout is None and not by_modules):
         raise UnsupportedModel(
             f"{vision.family.architecture} reads images, which is served on CPU with kernels, in bfloat16 or "
-            "float32, by one process, from the tensors that the model was published with; stemma doctor says "
-            "whether the kernels can be used"
+            "float32, or on CUDA by gpu_path fused, by one process, from the tensors that the model was "
+            "published with; stemma doctor says whether the kernels can be used"
         )
     loaded = load_by_modules(load) if layout is None else load_fused(load, layout)
     return loaded, load_encoder(checkpoint.path, vision, checkpoint.tower, checkpoint.dtype, packing)
@@ -157,6 +163,7 @@ def _model(load: LoadJob, loaded: Loaded, info: ModelInfo, encoder: VisionEncode
         load.checkpoint.dtype,
         context_size=context_size,
         encoder=encoder,
+        choose=loaded.choose,
     )
 
 

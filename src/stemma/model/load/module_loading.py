@@ -13,6 +13,7 @@ import transformers
 from stemma.foreign_code import ForeignCode
 from stemma.memory.device.accelerator import CUDA
 from stemma.model.attend.attention import AttentionCall
+from stemma.model.attend.kept_kv import check_modules
 from stemma.model.cpu.weight_memory import weights_together
 from stemma.model.cuda.execution import make_cuda_decoder, triton_version
 from stemma.model.families.cuts import Cuts
@@ -73,6 +74,7 @@ def load_by_modules(load: LoadJob) -> Loaded:
         index_latents(hf_model)
         compress_attention(hf_model)
         kv_shape, calls = probe(hf_model, last_position=load.max_model_len - 1, after_layer=files.drop_pages)
+    check_modules(kv_shape, architecture, load.device.type)
     memory = None if load.plan is None else load.plan.take_memory()
     report = _dropping_pages(load, files, "packing weights")
     with large_blocks_apart(), weights_together(memory):

@@ -15,6 +15,7 @@ from stemma.model.attend.batch import ForwardBatch
 from stemma.model.attend.kept_kv import KeptKV, KVShape
 from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.opened.abilities import Abilities
+from stemma.model.opened.draw_rules import Choose
 from stemma.model.vision.family import Encoder
 
 
@@ -70,12 +71,14 @@ class CausalLM:
         *,
         context_size: int = 1,
         encoder: Encoder | None = None,
+        choose: Choose | None = None,
     ) -> None:
         """`context_size`: ranks that the tokens of each block are divided over.
 
-        `encoder`: makes vectors of images; None: the model reads text alone.
+        `encoder`: makes vectors of images; None: the model reads text alone. `choose`: draws on the device;
+        None: torch's operations do.
         """
-        self.encoder = encoder
+        self.encoder, self.choose = encoder, choose
         self.decoder = decoder
         self.context_size = context_size
         self.info = info

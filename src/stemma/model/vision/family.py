@@ -13,6 +13,12 @@ import torch
 Pixels: TypeAlias = Mapping[str, npt.NDArray[Any]]
 """What an image processor of transformers returns for one image, by name."""
 
+
+def pixels_for(modules: torch.nn.Module, pixels: Pixels, name: str) -> torch.Tensor:
+    """Return what a processor gave by that name, where the modules' weights are."""
+    return torch.from_numpy(pixels[name]).to(next(modules.parameters()).device)
+
+
 TokenText: TypeAlias = Callable[[int], str]
 """Takes a token of the vocabulary; returns its text."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stemma.errors import UnsupportedModel
-from stemma.model.vision.family import Expansion, Pixels, TokenText, VisionFamily
+from stemma.model.vision.family import Expansion, Pixels, TokenText, VisionFamily, pixels_for
 
 _TEXT = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
 _HEAD = "lm_head.weight"
@@ -45,7 +45,7 @@ class _Tower:
 
     def encode(self, pixels: Pixels) -> torch.Tensor:
         """See `Tower.encode`."""
-        found = self.modules.vision_tower(pixel_values=torch.from_numpy(pixels["pixel_values"]))  # type: ignore[operator]
+        found = self.modules.vision_tower(pixel_values=pixels_for(self.modules, pixels, "pixel_values"))  # type: ignore[operator]
         vectors: torch.Tensor = self.modules.multi_modal_projector(found.last_hidden_state)  # type: ignore[operator]
         return vectors
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.vision.family import Expansion, Pixels, TokenText, VisionFamily
+from stemma.model.vision.family import Expansion, Pixels, TokenText, VisionFamily, pixels_for
 
 _TOWER = re.compile(r"^(?:model\.)?visual\.")
 _TEXT = re.compile(r"^model\.(?:language_model\.)?")
@@ -31,8 +31,8 @@ class _Tower:
 
     def encode(self, pixels: Pixels) -> torch.Tensor:
         """See `Tower.encode`."""
-        patches = torch.from_numpy(pixels["pixel_values"]).to(self._model.dtype)
-        found = self._model(patches, grid_thw=torch.from_numpy(pixels["image_grid_thw"]))
+        patches = pixels_for(self._model, pixels, "pixel_values").to(self._model.dtype)
+        found = self._model(patches, grid_thw=pixels_for(self._model, pixels, "image_grid_thw"))
         return torch.stack([found.pooler_output, *(getattr(found, "deepstack_features", None) or ())])
 
 

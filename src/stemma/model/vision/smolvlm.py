@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stemma.model.vision.family import Expansion, Pixels, TokenText, VisionFamily
+from stemma.model.vision.family import Expansion, Pixels, TokenText, VisionFamily, pixels_for
 
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _TEXT = "model.text_model."
@@ -31,7 +31,7 @@ class _Tower:
     def encode(self, pixels: Pixels) -> torch.Tensor:
         """See `Tower.encode`."""
         found: list[torch.Tensor] = self._model.get_image_features(
-            torch.from_numpy(pixels["pixel_values"]), torch.from_numpy(pixels["pixel_attention_mask"])
+            *(pixels_for(self._model, pixels, name) for name in ("pixel_values", "pixel_attention_mask"))
         ).pooler_output
         return torch.cat(found)[None]
 
