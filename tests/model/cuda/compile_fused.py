@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 import triton
@@ -37,7 +36,7 @@ from stemma.model.cuda.sampler import choose
 from stemma.model.cuda.state_list import StateList
 from stemma.model.families.layout import Linear, ModelLayout, Norm
 from stemma.model.families.registry import family_of
-from stemma.model.opened.draw_rules import ROW, DrawRules
+from stemma.model.opened.draw_rules import DrawRules
 from stemma.model.weights.named import Affine
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.model.weights.stored import CodedFloats
@@ -75,6 +74,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "0.5B": lambda: _config(
         "Qwen2Config", hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2
+    ),
+    "axes": lambda: _config(
+        "Qwen3VLTextConfig",
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
     ),
     "gemma": lambda: _config(
         "Gemma3TextConfig",
@@ -304,7 +312,7 @@ def main() -> None:
         if name == "sampler":
             catcher.name = name
             for vocab_size in VOCAB_SIZES:
-                choose(torch.empty(1, vocab_size), DrawRules(np.zeros(1, dtype=ROW), {}, {}, {}))
+                choose(torch.empty(1, vocab_size), DrawRules.greedy(1))
             continue
         catcher.name, model = name, layout_of(MODELS[name]())
         weights: Any = EmptyWeights(model, are_codes="4 bits" in name, are_floats="fp8" in name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,17 @@ pytest.importorskip("triton", reason="the optional extra `cuda` is not installed
 
 from tests.engine.sampling.test_sampler import FILTERS, V, logits_of
 
+from stemma.engine.budget.warm_up import warm_up
 from stemma.engine.sampling.ending import EndingRule
 from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.sampler import Sampler
 from stemma.engine.sampling.state import SamplingState
 from stemma.engine.sampling.thinking import ThinkingMarks, ThinkingTokens
+from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import KVLayout
 from stemma.model.cuda.sampler import choose
+from stemma.model.opened.abilities import Abilities
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY = SamplingParams(temperature=0.0)
@@ -144,3 +149,20 @@ def test_hundreds_of_draws_are_equal() -> None:
     params = SamplingParams(seed=2, top_p=0.95, temperature=0.8)
     states = [state_of(params, 1000, index) for index in range(500)]
     both(torch.stack([logits_of(seed, 1000) for seed in range(500)]), states)
+
+
+def test_warm_up_draws_too() -> None:
+    """So that no client waits for what is compiled."""
+    drawn: list[torch.Tensor] = []
+    kv = DeviceKV(KVLayout(1, 2, 16, 1, 8, "float32"), 4)
+    model: Any = SimpleNamespace(
+        decoder=None,
+        abilities=Abilities(),
+        max_model_len=64,
+        forward=lambda batch, _kv: torch.zeros(len(batch.logits_rows), V),
+        choose=lambda logits, rules: drawn.append(choose(logits, rules)),
+    )
+    asked: Any = SimpleNamespace(scheduler=SimpleNamespace(max_batch_tokens=16, max_num_seqs=2))
+    warm_up(model, kv, asked, None)
+    assert {len(tokens) for tokens in drawn} == {1, 2}
+    assert all(not tokens.any() for tokens in drawn)

@@ -77,7 +77,8 @@ def compiled(capability: int, *shapes: str, script: str = "compile_kernels.py") 
 @pytest.mark.parametrize("capability", [80, 90], ids=["ampere", "hopper"])
 def test_what_a_fused_decoder_launches_compiles(capability: int) -> None:
     """Every launch of steps of 1 to 2,048 tokens: dense models, mixtures, latents; no sums in memory."""
-    models: tuple[str, ...] = ("sampler", "8B", "0.5B", "gemma", "mixture", "latent", "delta rule", "mamba 2")
+    models: tuple[str, ...] = ("sampler", "8B", "0.5B", "axes", "gemma", "mixture", "latent")
+    models += ("delta rule", "mamba 2")
     models += tuple(f"{name} in {kind}" for name in ("8B", "mixture") for kind in ("4 bits", "fp8"))
     kernels = compiled(capability, *models, script="compile_fused.py")
     assert {kernel["model"] for kernel in kernels} == {*models}

@@ -17,6 +17,7 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.files.progress import Progress
 from stemma.model.opened.causal_lm import CausalLM
+from stemma.model.opened.draw_rules import DrawRules
 
 logger = logging.getLogger(__name__)
 _MOST_SEQUENCES = 256
@@ -49,7 +50,9 @@ def warm_up(model: CausalLM, kv: DeviceKV, settings: EngineSettings, progress: P
         batch.wants_hidden = model.abilities.needs_hidden
         try:
             for _ in range(2):
-                model.forward(batch, kv)
+                logits = model.forward(batch, kv)
+                if model.choose is not None:
+                    model.choose(logits, DrawRules.greedy(len(logits)))
             accelerator_of(kv.device).synchronize()
         except torch.OutOfMemoryError:
             logger.warning(

@@ -36,6 +36,13 @@ class DrawRules:
     added: dict[int, dict[int, float]]
     """By row: what is added to the logits of ids."""
 
+    @classmethod
+    def greedy(cls, num_rows: int) -> DrawRules:
+        """Return the rules of rows that take the most likely token."""
+        rows = np.zeros(num_rows, dtype=ROW)
+        rows["is_greedy"], rows["temperature"] = 1, 1.0
+        return cls(rows, {}, {}, {})
+
     def words(self) -> npt.NDArray[np.int32]:
         """Return all of it, an even number of words; rows stand first."""
         parts = [self.rows.view(np.int32)]
