@@ -20,6 +20,7 @@ constexpr bool INTEGERS = std::is_same<K, FixedDot>::value;
 template <class K>
 using SumOf = std::conditional_t<INTEGERS<K>, v16i, v16f>;
 
+constexpr int64_t ROW_AHEAD = 8192;     // bytes to the codes that one row asks for
 constexpr int64_t GROUPS_TOGETHER = 8;  // whose sums wait as integers until all of them are scaled
 
 // Scales and offsets of a group as floats, for the lines from one on.
@@ -166,10 +167,12 @@ static inline __attribute__((always_inline)) void add_eights(SumOf<K> (&sum)[R][
 #pragma GCC unroll 4
                 for (int j = 0; j < J; j++) {
                     const Eight<BITS> eight = place_of.template eight<BITS>(i / TOGETHER, place, j);
-                    const int64_t distance = !INTEGERS<K> ? 4096 : J < LINES ? run.groups_ahead * run.next_codes : 16384;
+                    const int64_t distance = !INTEGERS<K> ? 4096 : J < LINES ? run.groups_ahead * run.next_codes : ROW_AHEAD;
                     const char* ahead = codes + (i + place) * Eight<BITS>::LOW_BYTES + 64 * j + distance;
                     __builtin_prefetch(ahead);
                     if (BITS == 8) __builtin_prefetch(ahead + STEP_BYTES);
+                    if (INTEGERS<K> && TOGETHER > 1 && place == 0)
+                        __builtin_prefetch(place_of.high + i / TOGETHER * STEP_BYTES + 64 * j + distance);
 #pragma GCC unroll 4
                     for (int k = 0; k < PAIRS_OF_EIGHT; k++) {
 #pragma GCC unroll 2
@@ -235,6 +238,43 @@ static void run_integer_groups(const CodeRun& run) {
         }
     }
     run.scales->has_offsets ? add_scaled_integers<true, R, J>(run, sums) : add_scaled_integers<false, R, J>(run, sums);
+}
+
+// One row of a group's four lines, its scales straight from where they lie: apart from the sums, or registers would not do.
+template <int SCALE_BYTES, bool OFFSETS>
+static __attribute__((noinline)) void add_scaled_row(const CodeRun& run, int64_t g, const int32_t* sums) {
+    const float input_scale = run.input_scale(g, 0);
+    const v16f sum = splat(run.sum(g, 0));
+#pragma GCC unroll 4
+    for (int j = 0; j < LINES; j++) {
+        const v16f before = g == 0 ? splat(0.0f) : load(run.acc + 16 * j);
+        const v16f scale = run.scales->numbers_of<SCALE_BYTES>(g, 16 * j);
+        v16f total = fma(scale, to_floats(load(sums + 16 * j)) * input_scale, before);
+        if (OFFSETS) total = fma(sum, run.scales->numbers_of<SCALE_BYTES>(g, STRIP + 16 * j), total);
+        store(run.acc + 16 * j, total);
+    }
+}
+
+// All groups of a strip, each a piece, for one row. A step waits for codes: so that they are asked for all the time, each
+// group is scaled at once.
+template <int BITS>
+static void run_integer_row(const CodeRun& run) {
+    const int bytes = run.scales->scale_bytes;
+    auto add = bytes == 1 ? add_scaled_row<1, false> : bytes == 2 ? add_scaled_row<2, false> : add_scaled_row<4, false>;
+    if (run.scales->has_offsets)
+        add = bytes == 1 ? add_scaled_row<1, true> : bytes == 2 ? add_scaled_row<2, true> : add_scaled_row<4, true>;
+    alignas(64) int32_t sums[STRIP];
+    const char *codes = run.codes, *x = run.x;
+    for (int64_t g = 0; g < run.count; g++, codes += run.next_codes, x += run.next_x) {
+        v16i sum[1][LINES];
+#pragma GCC unroll 4
+        for (int j = 0; j < LINES; j++) sum[0][j] = run.start(g, 0);
+        add_eights<FixedDot, BITS, 1, LINES>(sum, run, codes, x);
+#pragma GCC unroll 4
+        for (int j = 0; j < LINES; j++) Memory<v16i>::store(sums + 16 * j, sum[0][j]);
+        ask_for_scales(*run.scales, g + ROW_AHEAD / run.next_codes);
+        add(run, g, sums);
+    }
 }
 
 template <class K, int BITS, int R, int J>

@@ -117,9 +117,15 @@ struct GroupScales {
         return has_offsets ? numbers(group, STRIP + 16 * line) : splat(0.0f);
     }
     v16f numbers(int64_t group, int64_t index) const {
-        const char* from = at + group * next + index * scale_bytes;
-        if (scale_bytes == 1) return to_floats(load_bytes((const int8_t*)from)) * unit(group, index);
-        return scale_bytes == 2 ? load_half((const uint16_t*)from) : load((const float*)from);
+        return scale_bytes == 1   ? numbers_of<1>(group, index)
+               : scale_bytes == 2 ? numbers_of<2>(group, index)
+                                  : numbers_of<4>(group, index);
+    }
+    template <int SCALE_BYTES>
+    v16f numbers_of(int64_t group, int64_t index) const {
+        const char* from = at + group * next + index * SCALE_BYTES;
+        if constexpr (SCALE_BYTES == 1) return to_floats(load_bytes((const int8_t*)from)) * unit(group, index);
+        return SCALE_BYTES == 2 ? load_half((const uint16_t*)from) : load((const float*)from);
     }
     v16f unit(int64_t group, int64_t index) const {
         return load_half((const uint16_t*)(units + (group >> unit_shift) * next_unit) + index);
