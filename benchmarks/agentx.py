@@ -58,7 +58,7 @@ def block_bytes() -> int:
 
 def _fits(requests: list[Request]) -> bool:
     longest = max(one["input_length"] + one["output_length"] for one in requests)
-    return longest // SCALE + _ROOM < CONTEXT
+    return bool(longest // SCALE + _ROOM < CONTEXT)
 
 
 def _conversation(

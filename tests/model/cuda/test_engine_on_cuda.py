@@ -148,7 +148,8 @@ def test_recurrent_layers_give_the_same_answers_from_any_tier(family: str, tmp_p
     """By our kernels alone: cold, all at once, from checkpoints and from disk; logprobs to the bit."""
     path = hybrids.build(family, tmp_path / "model")
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
-    options = {"dtype": "bfloat16", "device": DEVICE, "gpu_path": "fused", "kv_cache_memory": "64MB"}
+    options: dict[str, Any] = {"dtype": "bfloat16", "device": DEVICE, "gpu_path": "fused"}
+    options["kv_cache_memory"] = "64MB"
     options |= {"disk_cache": tmp_path / "disk", "disk_cache_size": "64MB", "load_when": "always"}
 
     def served(**more: Any) -> list[list[Any]]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the optional extra `cuda` is not installed")
 
-from tests.engine.sampling.test_sampler import FILTERS, V, logits_of
+from tests.engine.sampling.draws import FILTERS, V, logits_of
 
 from stemma.engine.budget.warm_up import warm_up
 from stemma.engine.sampling.ending import EndingRule
