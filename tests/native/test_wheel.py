@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import pty
 import re
 import select
@@ -23,7 +22,7 @@ import typer
 from stemma.cli.ready_line import READY
 from stemma.model.files.tiny import write_tiny_model
 from stemma.native.building import find_compiler, find_or_build, library_name
-from stemma.native.levels import LEVELS, Level, available_levels, level_named
+from stemma.native.levels import LEVELS, Level, architecture, available_levels, level_named
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="wheels carry kernels on Linux only")
@@ -238,7 +237,7 @@ def test_chat_from_a_wheel_answers_in_a_terminal(installed: Installed) -> None:
 
 
 def is_built(level: Level) -> bool:
-    return platform.machine() in ("x86_64", "AMD64") or not level.features
+    return level.architecture == architecture() or not level.features
 
 
 def test_a_wheel_without_kernels_has_to_be_asked_for(tmp_path: Path, no_compiler: dict[str, str]) -> None:
