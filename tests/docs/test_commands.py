@@ -48,7 +48,10 @@ NOT_RUN = {
         "needs a model's adapters; settings and the body are checked",
         "needs an adapter; bodies are checked",
     ],
-    "observability.md": ["needs a collector of OpenTelemetry's; settings are checked"],
+    "observability.md": [
+        "needs aiperf and Weka's traces",
+        "needs a collector of OpenTelemetry's; settings are checked",
+    ],
     "gpu.md": ["needs a GPU; settings are checked"],
     "fleet.md": [
         "needs Envoy (packages/router/tests/routing/test_envoy.py runs it)",

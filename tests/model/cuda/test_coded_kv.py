@@ -45,10 +45,10 @@ def write(kv: DeviceKV, slots: torch.Tensor, made: torch.Tensor) -> None:
     query = torch.empty(count, 1, DIM, dtype=made.dtype)
     kernel: Any = prepare_heads[(count, 1 + 2 * HEADS)]
     kernel(
-        *(made, made, query, query, made, slots, slots, query, cache),
-        *(made.numel(), made.shape[1], 1, HEADS, 1, 0.0, *cache.stride()[:4]),
-        **{"BLOCK_SIZE": SIZE, "PIECES": 1, "HAS_BIAS": False, "DIM": DIM, "ROTARY": 0, "NORMS": False},
-        **{"IN_FLOATS": False, "BLOCK": 32},
+        *(made, made, query, query, made, slots, slots, slots, query, cache),
+        *(made.numel(), made.shape[1], 1, HEADS, 1, 0, 0.0, *cache.stride()[:4]),
+        **{"BLOCK_SIZE": SIZE, "PIECES": 1, "HAS_BIAS": False, "DIM": DIM, "ROTARY": 0, "HAS_AXES": False},
+        **{"NORMS": False, "IN_FLOATS": False, "BLOCK": 32},
         **stored_constants(kv.layout),
     )
 
