@@ -126,6 +126,7 @@ def test_no_cut_and_no_batch_changes_a_rows_bits(family: str, tmp_path: Path) ->
     assert not torch.equal(run.state(4), expected.state(0))
 
 
+@pytest.mark.slow
 def test_recorded_steps_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded to buckets, replayed with states in other places, and as they are."""
     monkeypatch.setattr(recorded_steps, "ROW_BUCKETS", (1, 4, 12))
