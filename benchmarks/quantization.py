@@ -42,7 +42,7 @@ PEER_COLUMNS = ("llama.cpp", "ik_llama.cpp", "OpenVINO int8")
 LLAMA_KINDS = ("Q8_0", "Q4_0")
 IK_LLAMA_KINDS = ("Q4_K_M", "Q4_0", "Q8_0")
 SUPER_BLOCK = 256
-LLAMA_CONTEXT, LLAMA_STEPS, LLAMA_PROMPT = 64, 48, 512
+LLAMA_CONTEXT, LLAMA_STEPS = 64, 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def ik_llama_files(python: Path, checkpoint: Path) -> dict[str, Path]:
 
 
 def llama_rows(
-    name: str, command: list[str], files: Mapping[str, Path], threads: int, turns: int
+    name: str, command: list[str], files: Mapping[str, Path], threads: int, turns: int, prompt: int
 ) -> list[Row]:
     """Time a llama.cpp, `command`, and ourselves on the same files: a decode step at batch 1, and a prompt.
 
@@ -195,29 +195,33 @@ def llama_rows(
     for kind, file in files.items():
         bench = Bench({"exact": (file, "none"), "inputs": (file, "inputs")}, threads)
         steps = [bench.decode(1, LLAMA_CONTEXT, turns)]
-        prompts = [bench.prefill(LLAMA_PROMPT, 1 + turns // 2)]
-        sizes = map(str, (threads, LLAMA_CONTEXT, LLAMA_STEPS, LLAMA_PROMPT))
+        prompts = [bench.prefill(prompt, 1 + turns // 2)]
+        sizes = map(str, (threads, LLAMA_CONTEXT, LLAMA_STEPS, prompt))
         done = subprocess.run([*command, str(file), *sizes], check=True, capture_output=True, text=True)
         peer = json.loads(done.stdout.splitlines()[-1])
         steps.append(bench.decode(1, LLAMA_CONTEXT, turns))
-        prompts.append(bench.prefill(LLAMA_PROMPT, 1 + turns // 2))
-        for ours, measured, unit in ((steps, "step_ms", 1), (prompts, "prompt_ms", LLAMA_PROMPT)):
+        prompts.append(bench.prefill(prompt, 1 + turns // 2))
+        for ours, measured, unit in ((steps, "step_ms", 1), (prompts, "prompt_ms", prompt)):
             means = {way: statistics.mean(row.ms[way] for row in ours) for way in bench.ways}
             rows.append(Row(f"{kind}: {ours[0].name}", means | {name: peer[measured]}, unit))
     return rows
 
 
-def all_llama_rows(llama: Path | None, ik_llama: Path | None, threads: int, turns: int) -> list[Row]:
+def all_llama_rows(
+    llama: Path | None, ik_llama: Path | None, threads: int, turns: int, prompt: int
+) -> list[Row]:
     """Time those llama.cpps whose Python is given."""
     rows = []
     if llama is not None:
         command = [str(llama), str(PEERS / "llama_speed.py")]
-        rows += llama_rows("llama.cpp", command, llama_files(half_billion_checkpoint()), threads, turns)
+        rows += llama_rows(
+            "llama.cpp", command, llama_files(half_billion_checkpoint()), threads, turns, prompt
+        )
     if ik_llama is not None:
         command = [str(ik_llama), str(PEERS / "ik_llama_speed.py")]
         for checkpoint in (half_billion_checkpoint(), larger_checkpoint()):
             files = ik_llama_files(ik_llama, checkpoint)
-            for row in llama_rows("ik_llama.cpp", command, files, threads, turns):
+            for row in llama_rows("ik_llama.cpp", command, files, threads, turns, prompt):
                 rows.append(Row(f"{checkpoint.name} {row.name}", row.ms, row.unit_tokens))
     return rows
 
@@ -230,6 +234,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="decode, prefill or peers.")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--prompt", type=int, default=512, help="Tokens of the prompts beside a llama.cpp.")
     parser.add_argument(
         "--openvino", type=Path, help="Python with openvino-genai and optimum-intel[openvino]."
     )
@@ -240,7 +245,7 @@ def main() -> None:
     threads = args.threads or torch.get_num_threads()
     turns = 3 if args.quick else 7
     exported = None if args.openvino is None else openvino_export(args.openvino, path)
-    rows = all_llama_rows(args.llama, args.ik_llama, threads, turns)
+    rows = all_llama_rows(args.llama, args.ik_llama, threads, turns, args.prompt)
     bench = Bench({way: (path, way) for way in args.ways.split(",")}, threads)
     if args.only in "decode":
         rows += [bench.decode(*shape, turns) for shape in ((1, 64), (1, 1024), (8, 64))]

@@ -286,10 +286,11 @@ def test_a_read_only_directory_is_served_but_not_written(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
-def test_an_empty_read_only_directory_is_refused_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o555, 0o700], ids=["read-only", "closed to others"])
+def test_an_empty_directory_of_another_user_is_refused_with_its_name(tmp_path: Path, mode: int) -> None:
     root = tmp_path / "cache"
     root.mkdir()
-    make_readable(root, 0o555)
+    make_readable(root, mode)
     done = in_child(
         "try:\n    make_disk(root, 8)\nexcept StorageError as error:\n    print(error)\n",
         root,

@@ -221,6 +221,36 @@ def test_rows_are_taken_dequantized(kernels: Kernels) -> None:
             assert torch.equal(product.take_rows(ids), weight.dequantize(dtype)[ids])
 
 
+@pytest.mark.parametrize("bits", [8, 6, 5, 4])
+@pytest.mark.parametrize("group_size", [32, 160, 1280])
+def test_groups_of_any_size_give_a_row_the_same_bits(kernels: Kernels, group_size: int, bits: int) -> None:
+    """Inputs as they are: large groups are taken in pieces, by few rows and by many."""
+    torch.manual_seed(0)
+    product = PackedProduct(
+        kernels, [random_weight(330, 1280, bits=bits, group_size=group_size)], None, torch.bfloat16
+    )
+    x = torch.randn(70, 1280).bfloat16()
+    alone = torch.cat([product(row[None]) for row in x])
+    for rows in (2, 3, 4, 7, 70):
+        assert torch.equal(product(x[:rows]), alone[:rows])
+
+
+def test_inputs_as_they_are_may_be_anything(kernels: Kernels) -> None:
+    """The smallest and largest numbers of bf16 beside others; what isn't finite harms its own row alone."""
+    weight = random_weight(64, 256, group_size=64)
+    product = PackedProduct(kernels, [weight], None, torch.bfloat16)
+    x = torch.randn(6, 256).bfloat16()
+    x[1] = 0.0
+    x[2] *= 2.0**-110
+    x[3, :64] *= 2.0**100
+    x[4, 7], x[5, 9] = float("nan"), float("inf")
+    output = product(x)
+    wanted = expected(weight, x[:4])
+    limit = 2**-8 * wanted.abs() + 2**-14 * wanted.abs().amax(dim=1, keepdim=True) + 2.0**-110
+    assert ((output[:4].double() - wanted).abs() <= limit).all()
+    assert not torch.isfinite(output[4:]).any()
+
+
 def test_inputs_of_zero_and_of_nan(dots: Kernels) -> None:
     weight = random_weight(64, 64, scheme=ActivationScheme.DYNAMIC_TOKEN)
     product = PackedProduct(dots, [weight], torch.arange(64.0), torch.float32)

@@ -49,13 +49,15 @@ struct CodePiece {
 #else
             using Dot = std::conditional_t<sizeof(T) == 4, CenteredDot, FixedDot>;
 #endif
-            if (rows > MOST_PACKED_ROWS)
+            const auto chunk = [&](const CodeRun& run) { run_code_lines<Dot, BITS>(lines, rows, run); };
+            if (rows > MOST_PACKED_ROWS) {
                 by_chunks<BITS>(all, [&](const CodeRun& run) { run_code_lines<Dot, 0>(lines, rows, run); });
-            else if constexpr (FIXED_POINT<T>)
+            } else if constexpr (FIXED_POINT<T>) {
                 if (rows == 1 && lines == LINES && all.eights <= CHUNK_EIGHTS) run_integer_row<BITS>(all);
-                else by_chunks<BITS, false>(all, [&](const CodeRun& run) { run_code_lines<Dot, BITS>(lines, rows, run); });
-            else
-                run_code_lines<Dot, BITS>(lines, rows, all);
+                else by_chunks<BITS, false>(all, chunk);
+            } else {
+                chunk(all);
+            }
         }
     }
 

@@ -1,6 +1,6 @@
 // The operator's page of one server.
 import { Charts } from "/dashboard/charts.js";
-import { $, bar, make, number, percent, rowsOf, span } from "/dashboard/elements.js";
+import { $, bar, make, megabytes, number, percent, rowsOf, span } from "/dashboard/elements.js";
 import { quoted } from "/dashboard/explained.js";
 import { figures, showRefused, speedRows, sums, total, uptime } from "/dashboard/glance.js";
 import { get, keyOf } from "/dashboard/http.js";
@@ -69,7 +69,13 @@ function showSavings(shown) {
   $("saved-note").hidden = sum !== null;
 }
 
+// What the KV of a tier's blocks takes there: less than on the device where they are packed.
+function heldIn([tier, { num_blocks, stored_bytes, block_bytes }]) {
+  return stored_bytes ? [`${tier}: ${megabytes(num_blocks * block_bytes)} of KV in ${megabytes(stored_bytes)}`] : [];
+}
+
 function showTables(shown) {
+  $("held").textContent = Object.entries(shown.engine.transfer?.tiers ?? {}).flatMap(heldIn).join("; ");
   $("budgets").tBodies[0].replaceChildren(...rowsOf(shown.budgets.map((one) => [one.name, number(one.held), number(one.limit),
     number(one.num_refused), number(one.num_refused_shares)])));
   $("tenants-part").hidden = shown.tenants.length === 0;

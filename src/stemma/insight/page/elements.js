@@ -1,6 +1,7 @@
 // Nodes are made by name and filled with text: nothing that a model or a user wrote is ever read as HTML.
 export const $ = (id) => document.getElementById(id);
 export const number = (n) => n.toLocaleString("en", { maximumFractionDigits: 0 });
+export const megabytes = (count) => `${(count / 1e6).toLocaleString("en", { maximumFractionDigits: 1 })} MB`;
 export const percent = (part, whole) => `${(100 * part / Math.max(1, whole)).toFixed(1)} %`;
 
 export function span(seconds) {
