@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from tests.e2e.browsing import PHONE, needs_chromium, problems_of, until
@@ -178,6 +180,26 @@ def test_a_server_that_dies_in_mid_answer_and_comes_back(page: Page, served: Ser
     assert len(texts(page, ".answer")[0]) > len(before)
     wire.cut()
     assert [text for text in problems_of(page) if "net::ERR" not in text] == []
+
+
+@pytest.mark.slow
+def test_a_browser_that_sleeps_in_mid_answer_shows_all_of_it(page: Page, served: Served) -> None:
+    """Nothing runs in a frozen page; the server goes on, and the page reads the rest when it wakes."""
+    without_end(page)
+    open_chat(page, served.url)
+    set_fields(page, limit="1500")
+    page.fill("#question", "Tell me a story")
+    page.keyboard.press("Enter")
+    until(page, GROWS)
+    browser = page.context.new_cdp_session(page)
+    browser.send("Page.setWebLifecycleState", {"state": "frozen"})
+    time.sleep(2)
+    assert httpx.get(f"{served.url}/health", trust_env=False, timeout=5).status_code == 200
+    browser.send("Page.setWebLifecycleState", {"state": "active"})
+    settle(page)
+    assert not any("isn't whole" in outcome for outcome in texts(page, ".outcome"))
+    assert "tokens" in texts(page, ".speed")[-1]
+    assert problems_of(page) == []
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +25,7 @@ DIALOG_IS_OPEN = "document.getElementById('why').open"
 @pytest.fixture(scope="module")
 def operated(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server without keys, with a tier below the device, after some traffic and two refusals."""
-    served, stop = start_server(tiny_model, host_cache="4MB")
+    served, stop = start_server(tiny_model, host_cache="4MB", host_write="write_through")
     for number in range(4):
         served.complete(f"{RULES}Reader {number} asks.", max_tokens=4)
     body: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": -4}
@@ -54,6 +55,7 @@ def test_the_first_screen_answers_an_operators_questions(page: Page, operated: S
     assert all(time is not None and time.endswith("s") for time in times), times
     assert "prompt tokens of the last hour, about" in text_of(page, "#saved-words")
     assert "from device" in text_of(page, "#saved")
+    assert re.fullmatch(r"host: [0-9.]+ MB of KV in [0-9.]+ MB", text_of(page, "#held"))
     assert text_of(page, "#refused-words") == "2 in the last hour, 2 in the last minute"
     assert {"1 × invalid request", "1 × unknown model"} <= set(
         page.locator("#refused-kinds li").all_inner_texts()
