@@ -42,7 +42,7 @@ PEER_COLUMNS = ("llama.cpp", "ik_llama.cpp", "OpenVINO int8")
 LLAMA_KINDS = ("Q8_0", "Q4_0")
 IK_LLAMA_KINDS = ("Q4_K_M", "Q4_0", "Q8_0")
 SUPER_BLOCK = 256
-LLAMA_CONTEXT, LLAMA_STEPS = 64, 48
+LLAMA_CONTEXT, LLAMA_STEPS, LLAMA_PROMPT = 64, 48, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="decode, prefill or peers.")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--prompt", type=int, default=512, help="Tokens of the prompts beside a llama.cpp.")
+    parser.add_argument(
+        "--prompt", type=int, default=LLAMA_PROMPT, help="Tokens of the prompts beside a llama.cpp."
+    )
     parser.add_argument(
         "--openvino", type=Path, help="Python with openvino-genai and optimum-intel[openvino]."
     )
