@@ -59,6 +59,22 @@ def test_tokens_are_those_of_the_cpu(params: SamplingParams, vocab_size: int) ->
     both(torch.stack([logits_of(seed, vocab_size) for seed in range(3)]), states)
 
 
+EXTREMES = {
+    "top_k": SamplingParams(top_k=10**12),
+    "cold": SamplingParams(temperature=1e-30),
+    "coldest": SamplingParams(temperature=1e-300),
+    "hot": SamplingParams(temperature=1e30),
+    "narrow": SamplingParams(top_p=1e-300),
+    "min_p": SamplingParams(min_p=1.0),
+}
+
+
+@pytest.mark.parametrize("rule", EXTREMES)
+def test_the_largest_and_smallest_settings_are_taken(rule: str) -> None:
+    states = [state_of(replace(EXTREMES[rule], seed=3), index=index) for index in range(3)]
+    both(torch.stack([logits_of(seed) for seed in range(3)]), states)
+
+
 RULES = {
     "bias": SamplingParams(logit_bias=((3, 9.0), (4, -100.0), (1, 5.0)), min_tokens=9),
     "only": SamplingParams(allowed_token_ids=(2, 33, 38), repetition_penalty=1.5),

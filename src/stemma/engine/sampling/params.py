@@ -42,6 +42,9 @@ class BeamParams:
             )
 
 
+_MIN_DIVISOR = 1e-4
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling settings of one request; names and defaults as in OpenAI's and vLLM's APIs."""
@@ -143,6 +146,11 @@ class SamplingParams:
     def limits_thinking(self) -> bool:
         """Whether there is a budget of thinking."""
         return self.max_thinking_tokens is not None and self.thinking is not None
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by before a draw: the temperature, unless they would overflow."""
+        return max(self.temperature, _MIN_DIVISOR)
 
     @property
     def greedy(self) -> bool:

@@ -13,13 +13,18 @@ if TYPE_CHECKING:
     from stemma.engine.sampling.sampler import Row
 
 
+_MOST = 2**31 - 1
+"""More than any vocabulary, and what a word holds."""
+
+
 def rules_of(rows: Sequence[Row]) -> DrawRules:
     """Return what `rows` are drawn by."""
     rules = DrawRules(np.zeros(len(rows), dtype=ROW), {}, {}, {})
     for i, row in enumerate(rows):
         params, constraints = row.state.params, row.state.constraints
+        top_k = min(max(0, params.top_k), _MOST)
         rules.rows[i] = (
-            *(0, 0, 0, 0, 0, params.greedy, max(0, params.top_k), params.temperature or 1.0, params.min_p),
+            *(0, 0, 0, 0, 0, params.greedy, top_k, 1.0 if params.greedy else params.divisor, params.min_p),
             *(params.repetition_penalty, params.frequency_penalty, params.presence_penalty),
             *(row.uniform, params.top_p),
         )

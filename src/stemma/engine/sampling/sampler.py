@@ -353,9 +353,9 @@ def _draw_wide(logits: torch.Tensor, rows: Sequence[Row], *, may_wait: bool) -> 
 
 def _divide(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Return the logits [R, C] divided by each row's temperature."""
-    if all(p.temperature == 1.0 for p in params):
+    if all(p.divisor == 1.0 for p in params):
         return logits
-    return logits / upload([p.temperature for p in params], logits.device)[:, None]
+    return logits / upload([p.divisor for p in params], logits.device)[:, None]
 
 
 def _uniforms(rows: Sequence[Row], device: torch.device) -> torch.Tensor:

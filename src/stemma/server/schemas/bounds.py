@@ -23,8 +23,6 @@ MAX_SEED = 2**63 - 1
 MAX_TTL_S = 365 * 86_400.0
 """A year. Larger numbers overflow clocks."""
 MAX_TEMPERATURE = 100.0
-MIN_TEMPERATURE = 1e-4
-"""Below it logits overflow in float32 when they are divided; 0 is greedy."""
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 MAX_CHOICES = 8192

@@ -10,7 +10,7 @@ from typing import Any
 from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.errors import InvalidRequest
-from stemma.server.schemas.bounds import MAX_SEED, MAX_STOP_CHARS_TOTAL, MIN_TEMPERATURE
+from stemma.server.schemas.bounds import MAX_SEED, MAX_STOP_CHARS_TOTAL
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest, OpenAIRequest
 from stemma.server.schemas.shared import SampledRequest
 from stemma.server.schemas.tgi import TGIParameters, VLLMGenerateRequest
@@ -165,8 +165,6 @@ def _chosen(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
         value = getattr(body, name, None)
         if value is not None:
             chosen[name] = value
-    if 0.0 < chosen.get("temperature", 0.0) < MIN_TEMPERATURE:
-        chosen["temperature"] = MIN_TEMPERATURE
     return chosen
 
 
