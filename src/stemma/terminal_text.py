@@ -24,3 +24,11 @@ def visible_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {visible_lines(name): visible_json(one) for name, one in value.items()}
     return value
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration with one unit, e.g. ``41 min``."""
+    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"
+    return f"{1000 * seconds:.0f} ms"

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from stemma.cli.admin_client import DEFAULT_URL, AdminKey, ask
 from stemma.errors import ConfigError
-from stemma.insight.divergence.report import format_duration
-from stemma.terminal_text import visible
+from stemma.terminal_text import format_duration, visible
 
 _INSTEAD = {"tools reordered": "in one order", "tools": "with one list"}
 
@@ -23,7 +22,11 @@ def command(
     request: Annotated[str, typer.Argument(metavar="[ID]", help="The id of an answer.")] = "",
     last: Annotated[bool, typer.Option("--last", help="The last request that the server started.")] = False,
     divergences: Annotated[
-        bool, typer.Option("--divergences", help="Where the prompts of a window part, and what that costs.")
+        bool,
+        typer.Option(
+            "--divergences",
+            help="Where a window's prompts part, and what that costs; by stemma-lab beside the server.",
+        ),
     ] = False,
     refused: Annotated[
         bool, typer.Option("--refused", help="The last requests that the server refused, and why.")

@@ -36,7 +36,6 @@ from stemma.server.observe.watches import Watches
 from stemma.server.openapi import describe, document_router
 from stemma.server.operator import (
     admin,
-    admin_divergences,
     admin_explain,
     admin_pool,
     admin_published,
@@ -68,7 +67,6 @@ ROUTERS = (
     live.router,
     tree.router,
     pages.router,
-    admin_divergences.router,
     admin_pool.router,
     lora_adapters.router,
     admin_published.router,

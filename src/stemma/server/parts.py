@@ -11,7 +11,7 @@ from starlette.datastructures import State
 from stemma.config.settings import Settings
 from stemma.config.words import read_secret
 from stemma.engine.client import EngineClient
-from stemma.insight.divergence.window import DivergenceWindow
+from stemma.insight.divergence_window import DivergenceWindow
 from stemma.server.answers.families import answer_format
 from stemma.server.answers.logprobs import TokenTexts
 from stemma.server.apis.responses.store import OwnedStore, Stores

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from stemma.server.errors import json_response, openai_error
 from stemma.server.guest_apis import GuestApi
 from stemma.server.observe.tier_metrics import engine_as_json
-from stemma.server.operator.admin_divergences import DEFAULT_WINDOW_S, divergences_as_json
 from stemma.server.operator.context import context_of
 from stemma.server.routes import OPERATOR, Router
+from stemma_lab.divergence import route as divergences
 
 router = Router(openai_error)
 
@@ -24,7 +24,7 @@ async def advice(request: Request) -> Response:
     """What to change for this server's traffic, as `stemma advise URL` says it."""
     context = context_of(request)
     stats = engine_as_json(await context.engine.stats())
-    report = await divergences_as_json(context, DEFAULT_WINDOW_S)
+    report = await divergences.divergences_as_json(context, divergences.DEFAULT_WINDOW_S)
     return json_response({"advice": await asyncio.to_thread(_advice, stats, report)})
 
 
@@ -34,4 +34,4 @@ def _advice(stats: dict[str, Any], report: dict[str, Any]) -> list[dict[str, Any
     return [asdict(one) for one in from_server(stats, report)]
 
 
-API = GuestApi((router,))
+API = GuestApi((router, divergences.router))

@@ -91,8 +91,10 @@ async function divergences() {
     part.replaceChildren(make("ol", {}, found.divergences.map(({ advice, example }) => make("li", {}, advice,
       example.cached === null ? [] : quoted("cached", example.common, example.cached),
       quoted("a request", example.common, example.yours)))));
-  } catch (problem) { part.textContent = problem.message; }
+  } catch (problem) { part.textContent = problem.status === 404 ? LACKS_LAB : problem.message; }
 }
+
+const LACKS_LAB = "This needs the package stemma-lab.";
 
 // The first that changes something, else that nothing has to change; all of it below.
 async function advise() {
@@ -103,7 +105,7 @@ async function advise() {
     $("advice").replaceChildren(...line(first));
     $("all-advice").replaceChildren(...advice.map((one) => make("li", {}, line(one))));
   } catch (problem) {
-    $("advice").textContent = problem.status === 404 ? "Advice needs the package stemma-lab." : problem.message;
+    $("advice").textContent = problem.status === 404 ? LACKS_LAB : problem.message;
   }
 }
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from stemma.engine.api import CacheReport, GenerationRequest
-from stemma.insight.divergence.window import DivergenceWindow
+from stemma.insight.divergence_window import DivergenceWindow
 from stemma.prefix.explain import MissReason
 from stemma.prefix.index import MAX_FOLLOWING
 from stemma.server.observe.collected import Collected, TurnObserver

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stemma.insight.divergence.window import DivergenceWindow
+from stemma.insight.divergence_window import DivergenceWindow
 from stemma.server.observe.explain import Explainer
 from stemma.server.observe.explanations import Explanations
 from stemma.server.observe.metrics import ServerMetrics

@@ -1,6 +1,6 @@
 """How a prompt differs from an earlier one, as edits that can be undone one by one.
 
-Values are told by the shapes of `insight/divergence`, as a running server tells them; here the parts are
+Values are told by the shapes of `divergence`, as a running server tells them; here the parts are
 known too, so that an edit says where it stands, and a prompt can be rendered again without it.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from stemma.insight.divergence.shapes import TEXT, VAGUE, Value, parting_value
+from stemma_lab.divergence.shapes import TEXT, VAGUE, Value, parting_value
 from stemma_lab.lint.prompts import IMAGE_MARK, RenderedParts, with_message
 
 _WINDOW = 32

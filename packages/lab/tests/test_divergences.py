@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from stemma.engine.api import CacheReport, GenerationRequest
-from stemma.insight.divergence.report import find_divergences, sentence
-from stemma.insight.divergence.whatif import CacheShape, cached_tokens, in_one_order, with_one_list
-from stemma.insight.divergence.window import DivergenceWindow, WholePrompt
+from stemma.insight.divergence_window import DivergenceWindow, WholePrompt
 from stemma.prefix.explain import MissReason, Parting
 from stemma.prefix.index import MAX_FOLLOWING
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.prefix.radix import RadixIndex
 from stemma.types import Tier, TokenArray
+from stemma_lab.divergence.report import find_divergences, sentence
+from stemma_lab.divergence.whatif import CacheShape, cached_tokens, in_one_order, with_one_list
 
 CACHE = CacheShape(block_size=16, capacity_blocks=100_000, policy="lru")
 BODY = "You help the readers of the harbour library, and answer in one sentence. " * 20

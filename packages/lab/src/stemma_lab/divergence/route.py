@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import EngineStats
 from stemma.errors import InvalidRequest
-from stemma.insight.divergence.report import Divergence, DivergenceReport, find_divergences, sentence
-from stemma.insight.divergence.whatif import CacheShape
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import parameter
 from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.routes import OPERATOR, Router
+
+if TYPE_CHECKING:  # at a server's start nothing of the lab is imported
+    from stemma_lab.divergence.report import Divergence, DivergenceReport
+    from stemma_lab.divergence.whatif import CacheShape
 
 router = Router(openai_error)
 DEFAULT_WINDOW_S = 86400.0
@@ -37,6 +39,8 @@ async def divergences(request: Request) -> Response:
 
 async def divergences_as_json(context: OperatorContext, window_s: float) -> dict[str, Any]:
     """Return the report; one at a time is made, in a thread of its own."""
+    from stemma_lab.divergence.report import find_divergences
+
     stats = await context.engine.stats()
     async with context.reporting:
         snapshot = context.instruments.divergences.snapshot()
@@ -50,6 +54,8 @@ async def divergences_as_json(context: OperatorContext, window_s: float) -> dict
 
 def cache_shape(context: OperatorContext, stats: EngineStats) -> CacheShape:
     """Return the cache that requests find: all tiers of known size together."""
+    from stemma_lab.divergence.whatif import CacheShape
+
     cache = context.settings.engine.cache
     lower = [] if stats.transfer is None else list(stats.transfer.tiers.values())
     capacity = stats.num_blocks + sum(tier.capacity_blocks or 0 for tier in lower)
@@ -72,6 +78,8 @@ def _seconds(given: str) -> float:
 
 
 def _as_json(context: OperatorContext, report: DivergenceReport, per_token_s: float | None) -> dict[str, Any]:
+    from stemma_lab.divergence.report import sentence
+
     decode = _decode(context)
 
     def shown(one: Divergence) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from stemma.insight.divergence.shapes import SHAPES, TokenStarts, value_at, value_from
+from stemma_lab.divergence.shapes import SHAPES, TokenStarts, value_at, value_from
 
 VALUES = [
     ("uuid", "3f2504e0-4f89-11d3-9a0c-0305e82c3301"),

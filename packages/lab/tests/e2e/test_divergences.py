@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.e2e.conftest import Served, start_server
 from typer.testing import CliRunner
 
 from stemma.cli import make_app
-from tests.e2e.conftest import Served, start_server
 
 BODY = "You are a helpful assistant of the harbour. Answer in one sentence and explain your reasoning. " * 3
 NUM_REQUESTS = 12

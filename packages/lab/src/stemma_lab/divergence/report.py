@@ -8,15 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stemma.insight.divergence.shapes import SHAPES, TEXT, VAGUE, Decode, TokenStarts, parting_value
-from stemma.insight.divergence.whatif import (
-    CacheShape,
-    cached_tokens,
-    in_one_order,
-    moved_to_the_end,
-    with_one_list,
-)
-from stemma.insight.divergence.window import (
+from stemma.insight.divergence_window import (
     CHANGED_LIST,
     CHANGES,
     NO_TOKEN,
@@ -28,6 +20,15 @@ from stemma.insight.divergence.window import (
     WholePrompt,
 )
 from stemma.prefix.explain import MissReason
+from stemma.terminal_text import format_duration
+from stemma_lab.divergence.shapes import SHAPES, TEXT, VAGUE, Decode, TokenStarts, parting_value
+from stemma_lab.divergence.whatif import (
+    CacheShape,
+    cached_tokens,
+    in_one_order,
+    moved_to_the_end,
+    with_one_list,
+)
 
 MAX_SHOWN = 10
 MAX_REPLAYED = 3
@@ -247,11 +248,3 @@ _MOVE = ("move it to the end", "moving it to the end")
 _ORDER = ("give all of them one order", "one order for all")
 _LIST = ("keep it as it was, or put those that change last", "the list as it was")
 _ARTICLES = {"address": "an", "email": "an", "identifier": "an"}
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration with one unit, e.g. ``41 min``."""
-    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"
-    return f"{1000 * seconds:.0f} ms"

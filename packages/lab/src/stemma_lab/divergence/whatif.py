@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stemma.insight.divergence.shapes import TokenStarts, value_from
-from stemma.insight.divergence.window import WholePrompt
+from stemma.insight.divergence_window import WholePrompt
 from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace, chain_keys, fingerprints
 from stemma.prefix.radix import RadixIndex
 from stemma.types import BlockIds, TokenArray
+from stemma_lab.divergence.shapes import TokenStarts, value_from
 
 _CONTEXT_TOKENS, _MAX_VALUE_TOKENS = 16, 48
 _MAX_ORDERED_TOKENS = 1 << 16
