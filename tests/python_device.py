@@ -7,9 +7,11 @@ module has what `memory/device/accelerator.py` asks of one, and notes streams, e
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,8 @@ OPERATIONS: Counter[str] = Counter()
 """By name."""
 USES: Counter[str] = Counter()
 """Streams, events and waits, by name."""
+SLOW_S = 0.02
+"""How long the host waits for an event: steps that are ordered behind it run before."""
 _current = threading.local()
 
 
@@ -75,6 +79,11 @@ def launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return value
 
     inner, named = tree_map(opened, args), tree_map(opened, kwargs)
+    stream = getattr(_current, "stream", None)
+    if stream is not None and func is torch.ops.aten.copy_.default:
+        OPERATIONS[str(func)] += 1
+        stream.queued.append(partial(_copy, *inner[:2]))
+        return args[0]
     wanted = named.get("device")
     index = found[0].device.index if found else wanted.index or 0
     goes_down = wanted is not None and wanted.type == "cpu"
@@ -98,24 +107,59 @@ def launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(wrapped, result)
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.inference_mode(), torch._C._DisableTorchDispatch():  # noqa: SLF001
+        target.copy_(source)
+
+
 class _Stream:
+    """What is queued in it runs when somebody waits for it: as late as a real device may run it."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.queued: list[Any] = []
+        self._lock = threading.RLock()
         USES["streams"] += 1
+
+    def run(self, up_to: int) -> None:
+        """Run what was queued up to a place, in order."""
+        with self._lock:
+            for place in range(up_to):
+                work, self.queued[place] = self.queued[place], None
+                if work is not None:
+                    work()
 
     def synchronize(self) -> None:
         USES["waits"] += 1
+        self.run(len(self.queued))
 
     def wait_event(self, event: _Event) -> None:
-        USES["waits for events"] += 1
+        USES["steps behind events"] += 1
+        event.run()
 
 
 class _Event:
     def record(self, stream: _Stream) -> None:
         USES["events"] += 1
+        self._stream, self._place = stream, len(stream.queued)
+
+    def run(self) -> None:
+        self._stream.run(self._place)
 
     def synchronize(self) -> None:
         USES["waits for events"] += 1
+        time.sleep(SLOW_S)
+        self.run()
+
+
+@contextmanager
+def _queueing(stream: _Stream) -> Any:
+    before, _current.stream = getattr(_current, "stream", None), stream
+    try:
+        with _device(stream.device):
+            yield
+    finally:
+        _current.stream = before
 
 
 @contextmanager
@@ -135,8 +179,8 @@ def _module() -> ModuleType:
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False  # noqa: SLF001
     module.manual_seed_all = lambda _seed: None
-    module.current_stream = lambda device: _Stream(device)
-    module.stream = lambda stream: _device(stream.device)
+    module.current_stream = lambda device: getattr(_current, "stream", None) or _Stream(device)
+    module.stream = _queueing
     module.synchronize = lambda _device: None
     module.get_device_properties = lambda _device: SimpleNamespace(name="Pseudo 9")
     module.empty_cache = lambda: None

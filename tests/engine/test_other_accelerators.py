@@ -23,8 +23,10 @@ from stemma.engine.ranks.settings import settings_of_rank, shares_of
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ConfigError
 from stemma.memory.device.accelerator import accelerator_of, resolve_device
+from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
+from stemma.memory.device.pinned import host_rows
 from stemma.model.cuda.execution import keep_compiled_kernels
 from stemma.model.load.loading import load_model
 from stemma.types import Tier
@@ -74,16 +76,54 @@ def test_answers_equal_those_of_the_cpu(checkpoint: Path, overlap: str) -> None:
     assert llm.engine.stats().cached_tokens_by_tier[Tier.DEVICE] > 0
 
 
-def test_blocks_go_down_and_come_back(checkpoint: Path) -> None:
-    """Copies run in streams of the device, and the loader's thread has it as its current one."""
+TIERS: dict[str, tuple[dict[str, Any], Tier]] = {
+    "host": ({"host_cache": "8MB"}, Tier.HOST),
+    "host, overlapped": ({"host_cache": "8MB", "overlap_schedule": "on"}, Tier.HOST),
+    "host, exclusive": ({"host_cache": "8MB", "host_exclusive": True}, Tier.HOST),
+    "disk": ({"disk_cache_size": "8MB", "overlap_schedule": "on"}, Tier.DISK),
+}
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_blocks_go_down_and_come_back(checkpoint: Path, tmp_path: Path, tiers: str) -> None:
+    """Copies run in streams of the device, as late as they may: a step is queued behind those that it reads.
+
+    The loader's thread has the device as its current one.
+    """
     [expected], cpu = answers(checkpoint)
     block_bytes = cpu.engine.runner.kv.layout.block_bytes
     python_device.LAUNCHES.clear()
-    tiers = {"kv_cache_memory": 9 * block_bytes, "host_cache": "8MB", "load_when": "always"}
-    found, llm = answers(checkpoint, 3, device=DEVICE, **tiers)
+    python_device.USES.clear()
+    settings, tier = TIERS[tiers]
+    settings = settings | {"kv_cache_memory": 9 * block_bytes, "load_when": "always"}
+    if tier is Tier.DISK:
+        settings["disk_cache"] = tmp_path
+    found, llm = answers(checkpoint, 3, device=DEVICE, **settings)
     assert found == [expected] * 3
     assert set(python_device.LAUNCHES) == {(1, 1)}
-    assert llm.engine.stats().cached_tokens_by_tier[Tier.HOST] > 0
+    assert llm.engine.stats().cached_tokens_by_tier[tier] > 0
+    assert (python_device.USES["steps behind events"] > 0) == (tier is Tier.HOST)
+
+
+def test_what_gets_another_owner_is_written_after_the_copy() -> None:
+    """A load has ended, its request too, and its copies go on: the next owner's KV stays."""
+    kv = DeviceKV(KVLayout(1, 2, 16, 1, 8, "float32"), 9, DEVICE)
+    copy = DeviceCopy(kv)
+    sources = host_rows(4, copy.block_bytes, pin_memory=False).fill_(1)
+    python_device.OPERATIONS.clear()
+    wait_for = copy.begin([3, 4, 5, 7], list(sources))
+    assert wait_for is not None
+    assert python_device.OPERATIONS["aten.copy_.default"] == 2  # those that follow each other are one copy
+    kv.copy_block_head(1, 4, 16)
+    rows = host_rows(3, copy.block_bytes, pin_memory=False)
+    copy.out([3, 4, 7], list(rows))
+    assert rows.amin(1).tolist() == rows.amax(1).tolist() == [1, 0, 1]
+    wait_for()
+    copy.out([4], [rows[0]])
+    assert int(rows[0].amax()) == 0
+    python_device.USES.clear()
+    kv.uploads.order()
+    assert not python_device.USES
 
 
 def test_the_bits_name_what_they_depend_on(checkpoint: Path) -> None:

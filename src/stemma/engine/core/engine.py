@@ -268,7 +268,7 @@ class Engine:
         """
         start_s, flight = self._clock(), ahead.flight
         rows, news = self._schedule(is_ahead=flight is not None)
-        if rows.items and can_fly(rows, has_drafter=self._drafter is not None):
+        if rows.items and can_fly(rows, may_draft=self._scheduler.may_draft):
             news += self._launch(ahead, rows)
         elif flight is None:
             return news + self._run_or_wait(rows, start_s, may_wait=not news)

@@ -8,7 +8,7 @@ TensorRT-LLM call this an overlap scheduler, vLLM and MindIE asynchronous schedu
 The host may learn late that a sequence has ended, while its next token is being computed. That token is
 dropped, and the sequence keeps its blocks until the step that writes to them has ended
 (`PrefixCache.open_fence`). What needs the host between two steps (drafts, penalties, forking the siblings of
-a prompt) runs in turn.
+a prompt) runs in turn; steps of batches in which drafts don't pay run ahead.
 """
 
 from __future__ import annotations
@@ -139,8 +139,11 @@ class Flight:
     pending: Pending
 
 
-def can_fly(rows: StepRows, *, has_drafter: bool) -> bool:
-    """Return whether neither this step nor the next needs this step's tokens on the host."""
+def can_fly(rows: StepRows, *, may_draft: bool) -> bool:
+    """Return whether neither this step nor the next needs this step's tokens on the host.
+
+    `may_draft`: drafts were asked for, which go on from them.
+    """
     if rows.num_scored:
         return False
     for item in rows.items:
@@ -149,7 +152,7 @@ def can_fly(rows: StepRows, *, has_drafter: bool) -> bool:
             return False
         if not item.num_logits:
             continue
-        if has_drafter or item.sequence.sampling.needs_host:
+        if may_draft or item.sequence.sampling.needs_host:
             return False
         if len(state.sequences) < state.request.params.n:
             return False

@@ -132,6 +132,7 @@ class Runner:
         batch = self._batch(rows)
         if self.on_launch is not None:
             batch.on_launch = partial(self.on_launch, rows.is_decode)
+        self.kv.uploads.order()
         logits = self.model.forward(batch, self.kv)
         self.hidden = batch.hidden
         batch.on_launch()  # a replay of recorded kernels doesn't call it, and has queued them only
@@ -163,6 +164,7 @@ class Runner:
             assert drawn is not None
             assert step.source_rows is not None
             step.batch.token_ids.index_copy_(0, step.unknown_rows, drawn.index_select(0, step.source_rows))
+        self.kv.uploads.order()
         return self.model.forward(step.batch, self.kv)
 
     def _batch(self, rows: StepRows) -> ForwardBatch:

@@ -126,6 +126,10 @@ class Scheduler:
         """How many tokens a step takes while others wait."""
         self._cache = cache
         self._drafter = drafter
+        self.may_draft = False
+        """Whether the plan returned last asked for drafts: then it, and the next, need tokens on the host."""
+        self._owes_drafts = False
+        """Whether a plan was given up because a step is in flight, which the drafts wait for."""
         self._max_adapters = max_adapters
         self._model_drafts = model_drafts
         self._num_recomputed = 0 if model_drafts is None or cache.states is not None else 1
@@ -220,9 +224,11 @@ class Scheduler:
         budget = self._budget(len(decoding))
         if is_ahead:
             decoding = [s for s in decoding if not self._ends_in_flight(s)]
-            if decoding and not self._can_decode_ahead(decoding):
-                return []
-        draft_room = self._limits.max_draft_tokens if self._may_draft(decoding) else 0
+        self.may_draft = self._may_draft(decoding)
+        if is_ahead and decoding and (self.may_draft or not self._can_decode_ahead(decoding)):
+            self._owes_drafts = self.may_draft
+            return []
+        draft_room = self._limits.max_draft_tokens if self.may_draft else 0
         if self._model_drafts is not None and decoding and draft_room:
             most_offered = min(draft_room, budget - len(decoding))
             self._model_drafts.offer(decoding[:draft_room], most_offered)
@@ -305,9 +311,7 @@ class Scheduler:
         return sequence.num_output + 1 >= sequence.state.ending.max_tokens
 
     def _can_decode_ahead(self, decoding: Sequence[SequenceState]) -> bool:
-        """Make room for a token each; return False if there is none, or drafts need to know the tokens."""
-        if self._drafter is not None:
-            return False
+        """Make room for a token each; return False if there is none."""
         return all(s.lease and self._cache.extend(s.lease, s.num_launched + 1) for s in decoding)
 
     def _may_draft(self, decoding: Sequence[SequenceState]) -> bool:
@@ -316,12 +320,13 @@ class Scheduler:
         Beside prompts they aren't: such a step is bound by arithmetic, and each row costs what a prompt
         token does.
         """
-        if self._drafter is None or len(decoding) < len(self._running):
+        owed, self._owes_drafts = self._owes_drafts, False
+        if self._drafter is None or not decoding or len(decoding) < len(self._running):
             return False
         if (self._waiting or self._returned) and self.has_seat and self._no_room is None:
             return False
         may_be_forced = any(s.sampling.has_grammar for s in decoding)
-        return self._drafter.begin_step(len(decoding), may_be_forced=may_be_forced)
+        return owed or self._drafter.begin_step(len(decoding), may_be_forced=may_be_forced)
 
     def _schedule_decode(self, sequence: SequenceState, most_drafted: int) -> Scheduled | None:
         lease = sequence.lease

@@ -64,6 +64,9 @@ class Accelerator:
         """Return an event behind all that this thread's stream has queued; None on the host."""
         return None
 
+    def run_after(self, event: Any) -> None:
+        """Let what this thread's stream gets from now on wait for the event, on the device."""
+
     def synchronize(self) -> None:
         """Wait for what this thread's stream has queued."""
 
@@ -129,6 +132,10 @@ class _Beside(Accelerator):
         event = self._module.Event()
         event.record(self._module.current_stream(self.device))
         return event
+
+    @override
+    def run_after(self, event: Any) -> None:
+        self._module.current_stream(self.device).wait_event(event)
 
     @override
     def synchronize(self) -> None:

@@ -9,7 +9,7 @@ only after the step that wrote it has ended. The caller waits for the copy itsel
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -23,6 +23,8 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.native.copying import CopyBytes
 
 _PARALLEL_BYTES = 4 * 2**20
+_LAST_BYTES = 32 * 2**20
+"""What steps may be queued behind: longer, those of others would wait for it."""
 
 
 class BlockCopy(Protocol):
@@ -44,6 +46,14 @@ class BlockCopy(Protocol):
 
         `beside_reads`: another thread reads the next blocks at the same time, so this copy uses one core.
         """
+
+    def begin(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+        """Copy as `into`, but the last copies may go on: what steps queue from now on runs after them.
+
+        Return what waits for them, until when `sources` must stay as they are; None: all are done.
+        """
+        self.into(block_ids, sources)
+        return None
 
 
 class DeviceCopy(BlockCopy):
@@ -68,6 +78,7 @@ class DeviceCopy(BlockCopy):
                 self._copy(target.numpy(), self._kv.block_bytes_view(block_id).numpy())
             return
         with self._accelerator.queued_in(self._download):
+            self._kv.uploads.order()
             for block_id, target in zip(block_ids, into, strict=True):
                 target.copy_(self._kv.block_bytes_view(block_id), non_blocking=True)
         self._download.synchronize()
@@ -83,9 +94,36 @@ class DeviceCopy(BlockCopy):
                 self._copy_in(block_ids, sources)
             return
         with self._accelerator.queued_in(self._upload):
-            for block_id, source in zip(block_ids, sources, strict=True):
-                self._kv.block_bytes_view(block_id).copy_(source, non_blocking=True)
-        self._upload.synchronize()
+            self._queue(block_ids, sources)
+            end = self._accelerator.marked()
+        end.synchronize()
+
+    @override
+    def begin(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+        if self._upload is None:
+            self._copy_in(block_ids, sources)
+            return None
+        most = max(0, len(block_ids) - max(1, _LAST_BYTES // self.block_bytes))
+        with self._accelerator.queued_in(self._upload):
+            self._queue(block_ids[:most], sources[:most])
+            near = self._accelerator.marked()
+            self._queue(block_ids[most:], sources[most:])
+            end = self._accelerator.marked()
+        near.synchronize()
+        self._kv.uploads.add(end)
+
+        def wait() -> None:
+            end.synchronize()
+            self._kv.uploads.remove(end)
+
+        return wait
+
+    def _queue(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
+        """Queue copies in this thread's stream, one for each run of blocks on both sides."""
+        for first, count in _runs(block_ids, sources, self.block_bytes):
+            source = sources[first]
+            source = source.as_strided((count * self.block_bytes,), (1,)) if count > 1 else source
+            self._kv.block_run(block_ids[first], count).copy_(source, non_blocking=True)
 
     def _copy_in(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         half = len(block_ids) // 2
@@ -99,3 +137,21 @@ class DeviceCopy(BlockCopy):
     def _copy_each(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         for block_id, source in zip(block_ids, sources, strict=True):
             self._copy(self._kv.block_bytes_view(block_id).numpy(), source.numpy())
+
+
+def _runs(
+    block_ids: Sequence[int], sources: Sequence[torch.Tensor], block_bytes: int
+) -> Iterator[tuple[int, int]]:
+    """Yield (first, count) of blocks that lie behind each other on the device and in one host memory."""
+    first, places = 0, [source.data_ptr() for source in sources]
+    for number in range(1, len(block_ids) + 1):
+        before = number - 1
+        if (
+            number < len(block_ids)
+            and block_ids[number] == block_ids[before] + 1
+            and places[number] == places[before] + block_bytes
+            and sources[number].untyped_storage().data_ptr() == sources[first].untyped_storage().data_ptr()
+        ):
+            continue
+        yield first, number - first
+        first = number

@@ -15,6 +15,7 @@ import torch
 from stemma.errors import ConfigError
 from stemma.memory.device.accelerator import accelerator_of
 from stemma.memory.device.layout import COLUMNS, DTYPE_BYTES, KVLayout
+from stemma.memory.device.uploads import Uploads
 
 _MOST_PLACES = 2**31 - 1
 """Places are int32."""
@@ -74,6 +75,7 @@ class DeviceKV:
         num_pieces = layout.row_bytes // layout.piece_bytes if layout.tiled else 1
         if layout.tiled:
             shape = [*shape[:3], num_pieces, layout.block_size, COLUMNS]
+        self.uploads = Uploads(self.device)
         self._token_rows: npt.NDArray[np.uint8] | None = None
         """On CPU: the same bytes as [num_blocks, runs, block_size, bytes]: a row of a token in each run, or a
         piece of one."""
@@ -143,6 +145,7 @@ class DeviceKV:
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page."""
         assert self.pages is not None
+        self.uploads.order()
         self.pages.data[target] = self.pages.data[source]
 
     def state_part(self, state: int, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -162,8 +165,13 @@ class DeviceKV:
 
     def clear_slab(self, slab: int) -> None:
         """Zero what held something else: bytes of a state, read as KV behind a mask, might be no numbers."""
+        self.uploads.order()
         self._bytes[slab * self.slab : (slab + 1) * self.slab].zero_()
         accelerator_of(self.device).synchronize()
+
+    def block_run(self, first: int, count: int) -> torch.Tensor:
+        """Return blocks that follow each other as uint8 [count * block_bytes], as `block_bytes_view`."""
+        return self._bytes[first : first + count].view(-1)
 
     def touch(self, block_id: int) -> None:
         """Have memory given to a block that was never used; its first use takes milliseconds otherwise."""
@@ -181,6 +189,7 @@ class DeviceKV:
         else:
             tokens = 3 if self.layout.tiled else 2  # axis of a block
             source, target = self.data[src], self.data[dst]
+            self.uploads.order()
             target.narrow(tokens, 0, num_tokens).copy_(source.narrow(tokens, 0, num_tokens))
             # `src` may be evicted right away and filled from another stream.
             accelerator_of(self.device).synchronize()

@@ -74,6 +74,8 @@ class Load:
         self.lock = threading.Lock()
         """Held while device blocks are written, so that the load can be stopped safely."""
         self.num_done = 0
+        self.rest: list[Callable[[], None]] = []
+        """What waits for copies that go on when the load has ended, and gives back what they read."""
         self.failure: str | None = None
         """The last failure, other than a missing block."""
         self.probe: Future[None] = Future()
@@ -276,8 +278,16 @@ class LoadQueue:
                 self._supervisor.on_thread_failure(name, error)
             finally:
                 task.finish(task.num_done, fails=self._fails)
+                self._end_copies(task, name)
                 with self._lock:
                     self._num_queued -= len(task.keys)
+
+    def _end_copies(self, task: Load, name: str) -> None:
+        for wait_for in task.rest:
+            try:
+                wait_for()
+            except Exception as error:  # noqa: BLE001 - the device's: the next step says what it is
+                self._supervisor.on_thread_failure(name, error)
 
     def _work(self, task: Load, reader: ChunkReader) -> None:
         with task.lock:
@@ -419,21 +429,34 @@ class LoadQueue:
         views = store.borrow(keys)
         held = [key for key, view in zip(keys, views, strict=True) if view is not None]
         results = _until_first_failure([ReadResult.MISS if v is None else ReadResult.HIT for v in views])
-        count = results.count(ReadResult.HIT)
+        count, copied = results.count(ReadResult.HIT), False
+        rest: Callable[[], None] | None = None
+
+        def end() -> None:
+            try:
+                if rest is not None:
+                    rest()
+            finally:
+                store.unpin(held)
+            if self._exclusive and copied:
+                store.remove(keys[:count])
+
         try:
             with task.lock:
                 if task.future.done():
                     return results
                 assert task.block_ids is not None
                 block_ids = task.block_ids[task.num_done : task.num_done + count]
-                self._device.into(block_ids, [view for view in views[:count] if view is not None])
+                rest = self._device.begin(block_ids, [view for view in views[:count] if view is not None])
                 task.num_done += count
+                copied = True
         finally:
-            store.unpin(held)
+            if rest is None:
+                end()
+            else:
+                task.rest.append(end)
         with self._lock:
             self.counters.loaded_blocks[Tier.HOST] += count
-        if self._exclusive:
-            store.remove(keys[:count])
         return results
 
     def _deliver(self, task: Load, places: Sequence[memoryview], tier: Tier) -> None:
