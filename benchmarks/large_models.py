@@ -2,10 +2,10 @@
 
 An 8B shape and a mixture of 16B of which a token meets 2.5B, as GGUF files of Q4_K_M's types with random
 blocks, the 8B shape as a GPTQ checkpoint of four bits, and half of GPT-OSS 20B's layers in MXFP4. For each:
-seconds to load it when its pages aren't in memory, beside reading the file once in the same state; the
-process's peak memory beside the file; milliseconds of decode steps of 1 and 8 rows beside reading what they
-need of the file at the machine's bandwidth; a prompt. Each model runs in a process of its own. Run it on a
-quiet machine with 20 GB.
+seconds to load it when its pages aren't in memory, beside reading the file once in the same state, and
+beside getting as much memory from the system as its weights take; the process's peak memory beside the file;
+milliseconds of decode steps of 1 and 8 rows beside reading what they need of the file at the machine's
+bandwidth; a prompt. Each model runs in a process of its own. Run it on a quiet machine with 20 GB.
 
 `--only 8b|gptq|moe|gpt-oss`, `--ik-llama PYTHON` for the peer, which reads no GPTQ: beside that it gets a
 file of Q4_0's types. `--quantize inputs` rounds inputs to eight bits, as the peer does. `--folder DIR` keeps
@@ -130,19 +130,29 @@ def bandwidth(threads: int) -> float:
 
 def measure(case: Case, plan: Plan) -> dict[str, Any]:
     """Measure one model, then the peer."""
-    read, loaded = [], []
+    read, loaded, memory = [], [], []
     for _ in range(plan.rounds):
         drop_pages(files_of(case.path))
         read.append(read_s(case.path))
         drop_pages(files_of(case.path))
         loaded.append(_own(case.path, plan))
+        memory.append(timed_s(partial(_take_memory, int(loaded[-1]["weight_bytes"]))))
     figures = {name: statistics.median(one[name] for one in loaded) for name in loaded[0]}
-    figures |= {"read_s": min(read), "bytes_per_s": bandwidth(plan.threads)}
+    figures |= {
+        "read_s": min(read),
+        "memory_s": statistics.median(memory),
+        "bytes_per_s": bandwidth(plan.threads),
+    }
     if plan.ik_llama is not None and case.peer_file is not None:
         sizes = map(str, (plan.threads, LLAMA_CONTEXT, LLAMA_STEPS, plan.prompt, plan.turns))
         peer = _last_line([str(plan.ik_llama), str(PEERS / "ik_llama_speed.py"), str(case.peer_file), *sizes])
         figures |= {f"peer_{name}": value for name, value in peer.items()}
     return figures
+
+
+def _take_memory(num_bytes: int) -> None:
+    """Get memory from the system, and write to all of it, as a load has to."""
+    torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
 
 
 def _own(path: Path, plan: Plan) -> dict[str, float]:
@@ -170,6 +180,7 @@ def rows_of(case: Case, figures: dict[str, Any], prompt: int) -> list[tuple[str,
     beyond = figures["loading_peak_bytes"] - figures["libraries_bytes"]
     rows = [
         ("load", f"{loaded:.2f} s", f"{loaded / read:.2f} x reading the file ({read:.2f} s)"),
+        ("getting as much memory", f"{figures['memory_s']:.2f} s", "weights' size, in this process"),
         (
             "peak of loading, beyond libraries",
             f"{beyond / 1e9:.2f} GB",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stemma.model.cpu.weights import PackedProduct
+from stemma.model.weights.fields import bytes_of
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.model.weights.rounding import RoundToNearest, quantize
 from stemma.native.library import Kernels, load_kernels
@@ -137,7 +138,7 @@ TABLES = {
 
 def assert_exact(kernels: Kernels, weight: QuantizedWeight, x: torch.Tensor) -> None:
     """Products with scales of one are integers that float32 holds: they must be met exactly."""
-    codes = weight.codes if weight.levels is None else weight.levels[weight.codes.int()]
+    codes = bytes_of(weight.codes) if weight.levels is None else weight.levels[bytes_of(weight.codes).int()]
     wanted = x.long() @ codes.long().T
     assert wanted.abs().max() < 1 << 24
     product = PackedProduct(kernels, [weight], None, torch.float32)

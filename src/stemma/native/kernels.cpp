@@ -198,7 +198,9 @@ void stemma_pack_codes(const PackCodesArgs* args) {
 }
 void stemma_spread(const SpreadArgs* args) {
     const SpreadArgs& a = *args;
-    for_rows(a.blocks, a.blocks * a.num_bytes, a.threads, [&](int64_t block) { spread(a, block); });
+    const CodeFields& f = a.fields;
+    for_rows(a.blocks, a.blocks * f.num_bytes, a.threads,
+             [&](int64_t block) { spread_block(f, block, a.out + block * f.count()); });
 }
 void stemma_select_tokens(const SelectionArgs* args) {
     args->is_bf16 ? select_tokens<bf16>(*args) : select_tokens<float>(*args);

@@ -15,6 +15,9 @@
 // a multiple of 8 inputs, with 6 bits of 16, with 5 bits of 32.
 #pragma once
 
+#include <vector>
+
+#include "blocks.h"
 #include "strips.h"
 
 constexpr int INPUTS_OF_BYTE_STEP = 4;
@@ -133,7 +136,8 @@ struct GroupScales {
 };
 
 struct PackCodesArgs {
-    const int8_t* codes;  // [rows, target.k]
+    const int8_t* codes;   // [rows, target.k]; null: they lie in blocks, whose codes a group holds all of, or in turn
+    CodeFields low, high;  // of blocks, [rows, a row's]; high.source is null where low has all bits
     const char *scales, *scale_units;    // [rows, groups] of target.codes.scale_bytes, [rows, units] of halves
     const char *offsets, *offset_units;  // likewise; what there isn't is null
     int64_t rows, first;  // output of the strips that row 0 becomes
@@ -141,9 +145,14 @@ struct PackCodesArgs {
     int32_t threads;
 };
 
-// Copy numbers [row, group] of `size` bytes to their lanes.
+// Copy numbers [row, group] to their lanes.
+template <int SIZE>
+static inline void pack_numbers_of(const char* from, int64_t rows, int64_t stride, char* to) {
+    for (int64_t row = 0; row < rows; row++, from += stride * SIZE, to += SIZE) std::memcpy(to, from, SIZE);
+}
 static inline void pack_numbers(const char* from, int64_t rows, int64_t stride, int size, char* to) {
-    for (int64_t row = 0; row < rows; row++, from += stride * size, to += size) std::memcpy(to, from, size);
+    if (size == 1) return pack_numbers_of<1>(from, rows, stride, to);
+    size == 2 ? pack_numbers_of<2>(from, rows, stride, to) : pack_numbers_of<4>(from, rows, stride, to);
 }
 
 // The four bytes of a step: codes, each with `middle`, modulo 256.
@@ -179,8 +188,31 @@ static inline void pack_group(const GroupLayout& g, uint32_t middle, const int8_
     }
 }
 
+// Take codes apart that lie in blocks, some groups or blocks of a row at a time, and pack them.
+template <int BITS>
+static void pack_fields(const PackCodesArgs& a, const GroupLayout& g, int64_t source, int64_t rows, char* at) {
+    const Strips& w = a.target;
+    const uint32_t middle = w.codes.levels ? 0 : w.codes.middle;  // of an index
+    CodeFields low = a.low;
+    if (low.width == 1 && low.stride == low.num_bytes && low.count() < w.codes.group)  // one block is like many
+        low.stride = low.num_bytes = w.codes.group / (8 / low.bits);
+    const int64_t group = w.codes.group, of_block = low.count(), together = std::max(group, of_block);
+    std::vector<int8_t> codes(together);
+    for (int64_t first = 0; first < w.k; first += together, at += together / group * g.bytes)
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t block = ((source + row) * w.k + first) / of_block;
+            for (int64_t i = 0; i * of_block < together; i++) {
+                spread_block(low, block + i, codes.data() + i * of_block);
+                if (a.high.source) spread_block(a.high, block + i, codes.data() + i * of_block);
+            }
+            for (int64_t i = 0; i * group < together; i++)
+                pack_group<BITS>(g, middle, codes.data() + i * group, at + i * g.bytes + row * 4);
+        }
+}
+
 template <int BITS>
 static void pack_groups(const PackCodesArgs& a, const GroupLayout& g, int64_t source, int64_t rows, char* at) {
+    if (!a.codes) return pack_fields<BITS>(a, g, source, rows, at);
     const Strips& w = a.target;
     const uint32_t middle = w.codes.levels ? 0 : w.codes.middle;  // of an index
     for (int64_t group = 0; group < g.count; group++, at += g.bytes)

@@ -65,12 +65,16 @@ class Strips(Mirror):
     """A packed weight [n, k] and its bias (strips.h)."""
 
 
-class PackCodesArgs(Mirror):
-    """A quantized weight to pack (quantized.h)."""
+class CodeFields(Mirror):
+    """Where blocks hold bits of codes (blocks.h)."""
 
 
 class SpreadArgs(Mirror):
     """Fields of packed codes to take apart (blocks.h)."""
+
+
+class PackCodesArgs(Mirror):
+    """A quantized weight to pack (quantized.h)."""
 
 
 class GatedWeights(Mirror):

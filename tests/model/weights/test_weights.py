@@ -12,6 +12,7 @@ from torch import nn
 from stemma.errors import ModelError
 from stemma.model.families.layout import Linear, Norm
 from stemma.model.foreign.weights import ModuleWeights
+from stemma.model.weights.fields import bytes_of
 from stemma.model.weights.multiples import Multiples
 from stemma.model.weights.named import NamedWeights
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
@@ -56,8 +57,8 @@ def test_rows_are_those_of_the_dequantized_weight() -> None:
     ("change", "message"),
     [
         ({"bits": 3}, "3 bits"),
-        ({"codes": WEIGHT.codes.int()}, "must be int8"),
-        ({"codes": WEIGHT.codes + 1}, "outside -8..7"),
+        ({"codes": bytes_of(WEIGHT.codes).int()}, "must be int8"),
+        ({"codes": bytes_of(WEIGHT.codes) + 1}, "outside -8..7"),
         ({"group_size": 12}, "must divide"),
         ({"group_size": 8}, "16 or more"),
         ({"scales": torch.ones(2, 1)}, "is needed"),

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from stemma.model.cpu.weight_memory import weight_memory
+from stemma.model.weights.fields import Codes, PackedFields, bytes_of
 from stemma.model.weights.joining import alike
 from stemma.model.weights.multiples import GroupNumbers, Multiples, numbers_of
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.native.library import Kernels
-from stemma.native.structures import Codes, PackCodesArgs, Strips
+from stemma.native.structures import CodeFields, PackCodesArgs, Strips
+from stemma.native.structures import Codes as CodesArgs
 
 _SCHEMES = {
     ActivationScheme.NONE: 0,
@@ -57,7 +59,7 @@ class PackedCodes:
             None if self.bias is None else self.bias.data_ptr(),
             sum(weight.shape[0] for weight in weights),
             first.shape[1],
-            Codes(
+            CodesArgs(
                 None if self._levels is None else self._levels.data_ptr(),
                 bits,
                 _middle(first, bits),
@@ -74,10 +76,11 @@ class PackedCodes:
         self.strips.data = self.room.data_ptr()
         at = 0
         for number, weight in enumerate(weights):
-            codes, factors = weight.codes.contiguous(), scales[number]
+            factors = scales[number]
             minimums = added[number] if added else _PackedNumbers(None, None)
+            where, codes = _places(weight)
             args = PackCodesArgs(
-                codes.data_ptr(),
+                *where,
                 *factors.places(),
                 *minimums.places(),
                 weight.shape[0],
@@ -86,7 +89,20 @@ class PackedCodes:
                 torch.get_num_threads(),
             )
             kernels.pack_codes(ctypes.addressof(args))
+            del codes
             at += weight.shape[0]
+
+
+def _places(weight: QuantizedWeight) -> tuple[tuple[int | None, CodeFields, CodeFields], Codes]:
+    """Return where the kernels find codes, and what has to stay for so long."""
+    codes, nothing = weight.codes, CodeFields()
+    if isinstance(codes, PackedFields):
+        block, group = codes.low.count, weight.group_size
+        if max(block, group) % min(block, group) == 0:
+            low, *high = codes.places()
+            return (None, low, high[0] if high else nothing), codes
+    codes = bytes_of(codes).contiguous()
+    return (codes.data_ptr(), nothing, nothing), codes
 
 
 def _middle(weight: QuantizedWeight, bits: int) -> int:

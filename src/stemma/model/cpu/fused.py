@@ -69,7 +69,7 @@ def _pack_ends(
     if layout.head is None:
         packed = packing.head(weights.affine(layout.embedding))
         return packed.take_rows, packed
-    embedding = weights.tensor(f"{layout.embedding.name}.weight").clone()
+    embedding = weights.own(f"{layout.embedding.name}.weight")
     return partial(torch.index_select, embedding, 0), packing.head(weights.affine(layout.head))
 
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from stemma.model.cuda.product_kernels import join, product
+from stemma.model.weights.fields import bytes_of
 from stemma.model.weights.multiples import numbers_of
 from stemma.model.weights.quantized import QuantizedWeight
 from stemma.model.weights.stored import CodedFloats
@@ -141,7 +142,7 @@ class CodedWeight:
     def of(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> CodedWeight:
         """Bring a weight to the device; inputs are multiplied as they are."""
         weight = weight.without_levels()
-        codes, shift = weight.codes, 0
+        codes, shift = bytes_of(weight.codes), 0
         inputs = codes.shape[1]
         if weight.bits == 4 and inputs % 2 == 0:
             shift = 0 if weight.is_unsigned else 8

@@ -57,5 +57,6 @@ def _weight(tensors: CheckpointTensors, stem: str) -> QuantizedWeight:
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:
     """Return int32 [rows, n] as codes less 8, int8 [rows, 8 n]."""
-    shifts = torch.tensor([4 * field for field in _ORDER], dtype=torch.int32)
-    return ((words[..., None] >> shifts & 15).to(torch.int8) - 8).flatten(1)
+    pairs = words.contiguous().view(torch.uint8).view(*words.shape, 4, 1)
+    fields = torch.cat([pairs & 15, pairs >> 4], -1).flatten(-2)
+    return (fields[..., list(_ORDER)].view(torch.int8) - 8).flatten(1)

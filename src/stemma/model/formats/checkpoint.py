@@ -13,6 +13,7 @@ import torch
 from stemma.errors import ModelError
 from stemma.model.files.directory import StoredTensor, open_safetensors, stored_tensors
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.weights.fields import Codes
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.model.weights.stored import CodedFloats, DeferredWeight, StoredWeights
 
@@ -184,7 +185,7 @@ class ReadWeights:
 
 def make_weight(
     where: str,
-    codes: torch.Tensor,
+    codes: Codes,
     scales: torch.Tensor,
     zero_points: torch.Tensor | None,
     bits: int,
@@ -195,7 +196,7 @@ def make_weight(
     `where` names it in messages. Codes of fewer bits than 4 are held in 4, others in 8. Raises ModelError if
     shapes don't fit together.
     """
-    if codes.dim() != 2 or 0 in codes.shape:
+    if len(codes.shape) != 2 or 0 in codes.shape:
         raise ModelError(f"{where} has codes {list(codes.shape)}, must be [outputs, inputs]")
     outputs, inputs = codes.shape
     scales = _per_group(where, scales.float(), outputs, inputs)
@@ -214,7 +215,7 @@ def make_weight(
         zero_points = zero_points.to(torch.int8).contiguous()
     try:
         return QuantizedWeight(
-            codes=codes.to(torch.int8).contiguous(),
+            codes=codes.to(torch.int8).contiguous() if isinstance(codes, torch.Tensor) else codes,
             scales=scales.contiguous(),
             zero_points=zero_points,
             bits=4 if bits <= 4 else 8,

@@ -29,6 +29,7 @@ from stemma.model.formats.checkpoint import (
 from stemma.model.formats.fp8 import coded_floats
 from stemma.model.formats.permuted import dequantize_permuted, permuted_groups
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.weights.fields import Codes, fields_of_words
 from stemma.model.weights.quantized import QuantizedWeight
 from stemma.model.weights.stored import StoredWeights
 
@@ -154,19 +155,21 @@ def _weight(
     return make_weight(where, codes, scales, zero_points, args.num_bits, activations)
 
 
-def _unpacked(tensors: CheckpointTensors, stem: str, bits: int) -> torch.Tensor:
+def _unpacked(tensors: CheckpointTensors, stem: str, bits: int) -> Codes:
     packed = tensors.read(f"{stem}.weight_packed", (torch.int32,))
     shape = tensors.read_shape(f"{stem}.weight_shape", (2,), (torch.int64, torch.int32)).tolist()
     if packed.dim() != 2 or shape[0] != packed.shape[0] or packed.shape[1] != -(-shape[1] * bits // 32):
         raise ModelError(
             f"{tensors.path}: {stem}.weight_packed {list(packed.shape)} isn't a weight {shape} of {bits} bits"
         )
+    if bits in (4, 8) and shape[1] * bits % 32 == 0:
+        return fields_of_words(packed, bits)
     codes: torch.Tensor = unpack_from_int32(packed, bits, torch.Size(shape))
     return codes
 
 
 def _zero_points(
-    tensors: CheckpointTensors, stem: str, bits: int, codes: torch.Tensor, scales: torch.Tensor
+    tensors: CheckpointTensors, stem: str, bits: int, codes: Codes, scales: torch.Tensor
 ) -> torch.Tensor | None:
     name = f"{stem}.weight_zero_point"
     if name not in tensors:

@@ -18,6 +18,7 @@ from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights, make_weight
 from stemma.model.formats.permuted import dequantize_permuted, permuted_groups
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.weights.fields import Codes, fields_of_words
 from stemma.model.weights.quantized import QuantizedWeight
 from stemma.model.weights.stored import StoredWeights
 
@@ -88,9 +89,14 @@ def _weight(tensors: CheckpointTensors, stem: str, bits: int, added: int) -> Qua
     packed_zeros = tensors.read(f"{stem}.qzeros", (torch.int32,))
     if added:
         packed_zeros = _add_ones(packed_zeros, bits)
-    codes: torch.Tensor = unpack_from_int32(packed, bits, torch.Size((inputs, outputs)), packed_dim=0)
+    shape = torch.Size((inputs, outputs))
+    codes: Codes = (
+        fields_of_words(packed.T, bits)
+        if bits in (4, 8)
+        else unpack_from_int32(packed, bits, shape, packed_dim=0).T
+    )
     zeros: torch.Tensor = unpack_from_int32(packed_zeros, bits, torch.Size((num_groups, outputs)))
-    return make_weight(f"{tensors.path}: {stem}.qweight", codes.T, scales.T, zeros.T, bits)
+    return make_weight(f"{tensors.path}: {stem}.qweight", codes, scales.T, zeros.T, bits)
 
 
 def _add_ones(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from stemma.errors import ModelError
 from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.weights.fields import Field, PackedFields
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.model.weights.stored import StoredWeights
 
@@ -75,11 +76,10 @@ def _checked_shape(tensors: CheckpointTensors, stem: str) -> tuple[int, int, int
 
 
 def _weight(tensors: CheckpointTensors, stem: str, expert: int, rows: slice) -> QuantizedWeight:
-    pairs = tensors.read_part(f"{stem}_blocks", expert)[rows].flatten(1).to(torch.int16)
+    blocks = tensors.read_part(f"{stem}_blocks", expert)[rows].contiguous()
     exponents = tensors.read_part(f"{stem}_scales", expert)[rows]
-    codes = (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F)  # the lower one of a byte comes first
     return QuantizedWeight(
-        codes=codes.view(torch.int8),
+        codes=PackedFields(blocks, Field(0, blocks.shape[2], 4, 1)),
         scales=mxfp4_scales(exponents),
         zero_points=None,
         bits=4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from stemma.errors import ModelError
+from stemma.model.weights.fields import bytes_of
 from stemma.model.weights.multiples import numbers_of
 from stemma.model.weights.quantized import QuantizedWeight
 
@@ -26,7 +27,7 @@ def permuted_groups(where: str, groups: torch.Tensor, num_groups: int) -> torch.
 
 def dequantize_permuted(weight: QuantizedWeight, groups: torch.Tensor) -> torch.Tensor:
     """Return the plain weight, float32, of which input j has the scale of `groups[j]`."""
-    values = weight.codes.float()
+    values = bytes_of(weight.codes).float()
     if weight.zero_points is not None:
         values -= weight.zero_points.float()[:, groups]
     return values * numbers_of(weight.scales)[:, groups]

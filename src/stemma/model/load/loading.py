@@ -29,7 +29,7 @@ from stemma.model.load.device_loading import load_on_device
 from stemma.model.load.fused_loading import fitting_layout, load_fused
 from stemma.model.load.job import Loaded, LoadJob
 from stemma.model.load.module_loading import load_by_modules
-from stemma.model.load.plan import LoadPlan
+from stemma.model.load.plan import LoadPlan, begin_to_read
 from stemma.model.load.prediction import with_prediction
 from stemma.model.opened.abilities import Abilities
 from stemma.model.opened.causal_lm import CausalLM, ModelInfo
@@ -44,6 +44,7 @@ from stemma.model.weights.rounding import RoundInputs, RoundToNearest, round_to_
 from stemma.native.levels import NUMERIC_VERSION
 from stemma.native.library import Kernels, load_kernels
 from stemma.native.process_memory import trim_heap
+from stemma.supervision import LoggingSupervisor
 
 _NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -81,6 +82,8 @@ def load_model(
         is_first = group is None or group.share.rank == 0
         hashing = beside.submit(lambda: _fingerprint(settings, plan) if is_first else "")
         report("loading weights", 0.0)
+        if plan is None:
+            begin_to_read(settings.path, LoggingSupervisor())
         if group is not None:
             check_cut(settings, config, group.share)
         checkpoint = open_checkpoint(settings, config, described.vision)

@@ -39,11 +39,7 @@ class LoadPlan:
         path = present_path(settings)
         if path is None:
             return
-        files = weight_files(path)
-        num_bytes = sum(file.stat().st_size for file in files)
-        is_small = 2 * num_bytes < available_bytes()
-        if is_small:
-            read_ahead(files, supervisor)
+        num_bytes, is_small = begin_to_read(path, supervisor)
         packs = is_small and _is_on_cpu(settings) and settings.quantize == "none"
         if packs:
             self._memory = EarlyMemory(num_bytes, supervisor)
@@ -75,6 +71,19 @@ class LoadPlan:
         self.drop_packed()
         if (memory := self.take_memory()) is not None:
             memory.close()
+
+
+def begin_to_read(path: Path, supervisor: Supervisor) -> tuple[int, bool]:
+    """Begin to read a checkpoint's weights, if memory is twice as large; return their bytes, and if it is.
+
+    Raises ModelError if there are none.
+    """
+    files = weight_files(path)
+    num_bytes = sum(file.stat().st_size for file in files)
+    is_small = 2 * num_bytes < available_bytes()
+    if is_small:
+        read_ahead(files, supervisor)
+    return num_bytes, is_small
 
 
 def _is_on_cpu(settings: ModelSettings) -> bool:

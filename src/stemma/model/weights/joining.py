@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from stemma.model.weights import multiples
+from stemma.model.weights.fields import bytes_of
 from stemma.model.weights.multiples import GroupNumbers, Multiples, numbers_of
 from stemma.model.weights.quantized import QuantizedWeight
 
@@ -22,6 +23,8 @@ def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
 
     If they treat activations differently, activations stay as they are for all of them: nothing is lost.
     """
+    if len(weights) == 1 and weights[0].zero_points is None:
+        return list(weights)
     schemes = {(w.activations, w.activation_scale, w.activation_zero_point) for w in weights}
     if len(schemes) > 1:
         weights = [weight.weight_only() for weight in weights]
@@ -29,7 +32,7 @@ def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
     group_size = math.gcd(*(weight.group_size for weight in weights))
     scales = [multiples.repeated(w.scales, w.group_size // group_size) for w in weights]
     offsets = [_offsets(w, w.group_size // group_size) for w in weights]
-    if any(weight.offsets() is not None for weight in weights):
+    if any(weight.has_offsets for weight in weights):
         together = multiples.alike([*scales, *offsets])
         scales, minimums = together[: len(scales)], list[GroupNumbers | None](together[len(scales) :])
     else:
@@ -46,7 +49,7 @@ def below_each_other(weights: Sequence[QuantizedWeight], order: torch.Tensor) ->
     minimums = [weight.minimums for weight in weights if weight.minimums is not None]
     return replace(
         weights[0],
-        codes=torch.cat([weight.codes for weight in weights]),
+        codes=torch.cat([bytes_of(weight.codes) for weight in weights]),
         scales=multiples.below_each_other([weight.scales for weight in weights]),
         zero_points=torch.cat(zero_points) if zero_points else None,
         minimums=multiples.below_each_other(minimums) if minimums else None,
@@ -75,7 +78,7 @@ def _signed(weight: QuantizedWeight, bits: int) -> QuantizedWeight:
     offsets = weight.offsets()
     return replace(
         weight,
-        codes=weight.codes - half,
+        codes=bytes_of(weight.codes) - half,
         is_unsigned=False,
         zero_points=None,
         minimums=moved if offsets is None else moved + offsets,

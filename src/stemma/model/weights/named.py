@@ -62,7 +62,7 @@ class NamedWeights:
         name = f"{norm.name}.weight"
         if norm.in_floats:
             return self.floats(name) + (1.0 if norm.is_centered else 0.0)
-        return self.tensor(name).clone()
+        return self.own(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a weight's numbers, dequantized if it is quantized."""
@@ -70,6 +70,11 @@ class NamedWeights:
         if isinstance(weight, torch.Tensor):
             return self._plain(name, weight)
         return weight.dequantize(self._dtype)
+
+    def own(self, name: str) -> torch.Tensor:
+        """Return a weight's numbers as `tensor` does, apart from its file."""
+        found = self.tensor(name)
+        return found if isinstance(self._stored, StoredWeights) and self._stored.in_memory else found.clone()
 
     def floats(self, name: str) -> torch.Tensor:
         """Return a plain tensor as it is stored, in float32."""

@@ -18,6 +18,8 @@ from enum import Enum
 import torch
 
 from stemma.errors import ModelError
+from stemma.model.weights import fields
+from stemma.model.weights.fields import Codes, PackedFields, bytes_of
 from stemma.model.weights.multiples import GroupNumbers, Multiples, numbers_of, rows_of
 
 SMALLEST_GROUP = 16
@@ -41,8 +43,11 @@ class ActivationScheme(Enum):
 class QuantizedWeight:
     """A weight [num_outputs, num_inputs] as integers and scales. Raises ModelError if parts don't fit."""
 
-    codes: torch.Tensor
-    """int8 [num_outputs, num_inputs], a value a byte whatever its bits; 4 bits: in [-8, 7] or [0, 15]."""
+    codes: Codes
+    """[num_outputs, num_inputs]: int8, a value a byte whatever its bits, or as the file packs them.
+
+    Those of 4 bits are in [-8, 7] or [0, 15].
+    """
     scales: GroupNumbers
     """[num_outputs, num_inputs // group_size]."""
     zero_points: torch.Tensor | None
@@ -95,9 +100,12 @@ class QuantizedWeight:
         lowest = 0 if self.is_unsigned else -(1 << (self.bits - 1))
         highest = lowest + (1 << self.bits) - 1
         for values in (self.codes, self.zero_points):
-            if values is None or not values.numel():
+            if isinstance(values, PackedFields):
+                least, greatest = values.bounds
+            elif values is None or not values.numel():
                 continue
-            least, greatest = map(int, values.aminmax())
+            else:
+                least, greatest = map(int, values.aminmax())
             if not lowest <= least <= greatest <= highest:
                 raise ModelError(
                     f"a quantized weight of {self.bits} bits has codes outside {lowest}..{highest}"
@@ -106,11 +114,11 @@ class QuantizedWeight:
     def _check_shapes(self) -> None:
         if self.bits not in (8, 6, 5, 4):
             raise ModelError(f"a weight is quantized to {self.bits} bits; 8, 6, 5 and 4 are served")
-        if self.codes.dim() != 2 or 0 in self.codes.shape or self.codes.dtype != torch.int8:
-            raise ModelError(
-                f"quantized codes are {self.codes.dtype} {list(self.codes.shape)}, must be int8 [n, k]"
-            )
-        outputs, inputs = self.codes.shape
+        codes = self.codes
+        kind = torch.int8 if isinstance(codes, PackedFields) else codes.dtype
+        if len(codes.shape) != 2 or 0 in codes.shape or kind != torch.int8:
+            raise ModelError(f"quantized codes are {kind} {list(codes.shape)}, must be int8 [n, k]")
+        outputs, inputs = codes.shape
         size = self.group_size
         if size < 1 or inputs % size or (size < SMALLEST_GROUP and size != inputs):
             raise ModelError(
@@ -134,6 +142,11 @@ class QuantizedWeight:
         """[num_outputs, num_inputs]."""
         return self.codes.shape
 
+    @property
+    def has_offsets(self) -> bool:
+        """Whether something is added to scales * codes."""
+        return self.zero_points is not None or self.minimums is not None
+
     def offsets(self) -> torch.Tensor | None:
         """Return what is added to scales * codes, float32 [num_outputs, num_groups]; None: nothing."""
         if self.zero_points is not None:
@@ -143,7 +156,8 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the plain weight [num_outputs, num_inputs], computed in float32 and rounded to `dtype`."""
         scales = numbers_of(self.scales)
-        codes = self.codes if self.levels is None else self.levels[self.codes.int()]
+        codes = bytes_of(self.codes)
+        codes = codes if self.levels is None else self.levels[codes.int()]
         grouped = codes.view(*scales.shape, self.group_size).float()
         if self.zero_points is not None:
             grouped -= self.zero_points[..., None]
@@ -170,13 +184,13 @@ class QuantizedWeight:
         """Return the same weight with codes that stand for themselves."""
         if self.levels is None:
             return self
-        codes = self.levels[self.codes.int()]
+        codes = self.levels[bytes_of(self.codes).int()]
         return replace(self, codes=codes, bits=8, is_unsigned=False, levels=None)
 
     def _of_rows(self, chosen: slice | torch.Tensor) -> QuantizedWeight:
         return replace(
             self,
-            codes=self.codes[chosen],
+            codes=fields.of_rows(self.codes, chosen),
             scales=rows_of(self.scales, chosen),
             zero_points=None if self.zero_points is None else self.zero_points[chosen],
             minimums=None if self.minimums is None else rows_of(self.minimums, chosen),

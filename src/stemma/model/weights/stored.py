@@ -58,8 +58,12 @@ class StoredWeights(Mapping[str, "torch.Tensor | QuantizedWeight"]):
     Each look-up of a quantized weight makes it anew.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor | DeferredWeight | CodedFloats]) -> None:
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor | DeferredWeight | CodedFloats], *, in_memory: bool = False
+    ) -> None:
+        """`in_memory`: plain tensors don't lie in their file."""
         self._weights = weights
+        self.in_memory = in_memory
 
     def __getitem__(self, name: str) -> torch.Tensor | QuantizedWeight:
         """Return a weight; raise KeyError, or ModelError if its file is damaged."""

@@ -12,6 +12,7 @@ from stemma.errors import ModelError
 from stemma.model.families.gguf_changes import Change
 from stemma.model.files.gguf_header import GGUFHeader, GGUFTensor
 from stemma.model.formats.gguf.tensors import is_kept, raw_data, split, widen
+from stemma.model.weights.fields import bytes_of
 from stemma.model.weights.joining import alike, below_each_other
 from stemma.model.weights.multiples import numbers_of
 from stemma.model.weights.quantized import QuantizedWeight
@@ -151,7 +152,7 @@ def _with_columns(weight: QuantizedWeight, columns: Sequence[int]) -> QuantizedW
     offsets = weight.offsets()
     return replace(
         weight,
-        codes=weight.codes[:, order].contiguous(),
+        codes=bytes_of(weight.codes)[:, order].contiguous(),
         scales=numbers_of(weight.scales)[:, groups].contiguous(),
         minimums=None if offsets is None else offsets[:, groups].contiguous(),
     )

@@ -18,10 +18,9 @@ from gguf.quants import IQ4_NL
 from stemma.errors import ModelError
 from stemma.model.files.gguf_header import GGUFTensor
 from stemma.model.formats.mxfp4 import MXFP4_LEVELS, mxfp4_scales
+from stemma.model.weights.fields import Codes, Field, PackedFields, fields_of
 from stemma.model.weights.multiples import GroupNumbers, Multiples
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
-from stemma.native.library import loaded_kernels
-from stemma.native.spreading import spread
 
 _Kind = GGMLQuantizationType
 _PLAIN = {
@@ -30,11 +29,14 @@ _PLAIN = {
     _Kind.BF16: torch.bfloat16,
     _Kind.F64: torch.float64,
 }
+_AT_ONCE = 1 << 18
+"""Numbers that are widened together."""
 
 
 def raw_data(tensor: GGUFTensor, expert: int | None = None) -> npt.NDArray[np.uint8]:
     """Return the bytes of a tensor, uint8 [..., bytes of a row], or of one `expert` of those it stacks.
 
+    They lie in the file's pages: memory that the system has to clear first took longer than reading.
     Raises ModelError if the file ends before.
     """
     shape, num_bytes, start = tensor.shape, tensor.num_bytes, tensor.start
@@ -43,11 +45,11 @@ def raw_data(tensor: GGUFTensor, expert: int | None = None) -> npt.NDArray[np.ui
         start += expert * num_bytes
         shape = shape[1:]
     try:
-        data = np.fromfile(tensor.file, np.uint8, num_bytes, offset=start)
+        data = np.memmap(tensor.file, np.uint8, "c", start, (num_bytes,)).view(np.ndarray)
     except OSError as error:
         raise ModelError(f"can't read {tensor.file}: {error}") from error
-    if data.size != num_bytes:
-        raise ModelError(f"{tensor.file} ends before its tensor {tensor.name}; download it again")
+    except ValueError as error:
+        raise ModelError(f"{tensor.file} ends before its tensor {tensor.name}; download it again") from error
     block, block_bytes = GGML_QUANT_SIZES[tensor.type]
     return data.reshape(*shape[:-1], shape[-1] // block * block_bytes)
 
@@ -69,11 +71,16 @@ def is_kept(kind: GGMLQuantizationType) -> bool:
 def widen(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of rows of bytes [..., bytes] as [..., values], rounded once to `dtype`."""
     if kind in _PLAIN:
-        return torch.from_numpy(data).view(_PLAIN[kind]).to(dtype)
+        return torch.from_numpy(data).view(_PLAIN[kind]).to(dtype, copy=True)  # apart from the file
     if kind not in _SPLITTERS:
         return torch.from_numpy(dequantize(data, kind)).to(dtype)
-    rows = split(data.reshape(-1, data.shape[-1]), kind).dequantize(dtype)
-    return rows.view(*data.shape[:-1], rows.shape[-1])
+    flat = data.reshape(-1, data.shape[-1])
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    wide = torch.empty(len(flat), flat.shape[1] // block_bytes * block, dtype=dtype)
+    step = max(1, _AT_ONCE // wide.shape[1])
+    for first in range(0, len(flat), step):  # what lies between stays in caches
+        wide[first : first + step] = split(flat[first : first + step], kind).dequantize(dtype)
+    return wide.view(*data.shape[:-1], wide.shape[1])
 
 
 def split(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> QuantizedWeight:
@@ -90,65 +97,25 @@ def _half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
     return blocks[..., offset : offset + 2].contiguous().view(torch.float16).float()
 
 
-def _fields(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
-    """Return fields of `bits` bits of packed uint8 [rows, blocks, n], as [rows, blocks, n * 8 / bits].
-
-    Of each run of `width` bytes come the lowest fields first, then the next.
-    """
-    runs = packed.reshape(*packed.shape[:2], -1, width)
-    fields = runs.new_empty(*runs.shape[:3], 8 // bits, width)
-    for number in range(8 // bits):
-        torch.bitwise_and(runs >> bits * number, (1 << bits) - 1, out=fields[..., number, :])
-    return fields.flatten(2)
-
-
-def _bits(packed: torch.Tensor) -> torch.Tensor:
-    """Return the bits of uint8 [rows, blocks, n] from the lowest on, as [rows, blocks, 8 n]."""
-    return ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(2)
-
-
-def _codes(
-    low: torch.Tensor,
-    bits: int,
-    width: int,
-    *,
-    high: tuple[torch.Tensor, int, int] | None = None,
-    added: int = 0,
-) -> torch.Tensor:
-    """Return codes [rows, blocks, n] of `_fields`, with those of `high` above them, and `added` to each.
-
-    They are int8, or uint8 where nothing is added. The kernels do it in one pass where they are loaded.
-    """
-    kernels = loaded_kernels()
-    if kernels is not None:
-        codes = spread(kernels, low, bits, width, added=0 if high else added)
-        if high is not None:
-            spread(kernels, *high, left=bits, added=added, onto=codes)
-    else:
-        codes = _fields(low, bits, width)
-        if high is not None:
-            codes |= _fields(*high) << bits
-        codes = codes.view(torch.int8) + added
-    return codes if added else codes.view(torch.uint8)
-
-
 def _weight(
-    codes: torch.Tensor,
+    codes: Codes,
     scales: GroupNumbers,
     bits: int,
     minimums: GroupNumbers | None = None,
     levels: torch.Tensor | None = None,
+    *,
+    is_unsigned: bool = False,
 ) -> QuantizedWeight:
-    """Make a weight of codes [rows, blocks, n], unsigned unless they are int8, and numbers [rows, groups]."""
+    """Make a weight of codes [rows, n] and numbers [rows, groups]."""
     return QuantizedWeight(
-        codes=codes.flatten(1).view(torch.int8),
+        codes=codes,
         scales=scales,
         zero_points=None,
         bits=bits,
-        group_size=codes.shape[1] * codes.shape[2] // scales.shape[1],
+        group_size=codes.shape[1] // scales.shape[1],
         activations=ActivationScheme.NONE,
         minimums=minimums,
-        is_unsigned=codes.dtype == torch.uint8,
+        is_unsigned=is_unsigned,
         levels=levels,
     )
 
@@ -160,64 +127,73 @@ def _one_each(blocks: torch.Tensor, offset: int) -> torch.Tensor:
 
 def _multiples(integers: torch.Tensor, units: torch.Tensor) -> Multiples:
     """Make numbers of integers [rows, blocks, groups], below 128, and units [rows, blocks, 1]."""
-    return Multiples(integers.to(torch.int8).flatten(1), units.flatten(1))
+    return Multiples(integers.view(torch.int8).flatten(1), units.flatten(1))
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
-    return _weight(_codes(blocks[..., 2:], 4, 16, added=-8), _one_each(blocks, 0), 4)
+    return _weight(PackedFields(blocks, Field(2, 16, 4, 16), added=-8), _one_each(blocks, 0), 4)
 
 
 def _q4_1(blocks: torch.Tensor) -> QuantizedWeight:
-    return _weight(_codes(blocks[..., 4:], 4, 16), _one_each(blocks, 0), 4, _one_each(blocks, 2))
+    codes = PackedFields(blocks, Field(4, 16, 4, 16))
+    return _weight(codes, _one_each(blocks, 0), 4, _one_each(blocks, 2), is_unsigned=True)
 
 
 def _q5_0(blocks: torch.Tensor) -> QuantizedWeight:
-    codes = _codes(blocks[..., 6:], 4, 16)
-    return _weight((codes | _bits(blocks[..., 2:6]) << 4).view(torch.int8) - 16, _one_each(blocks, 0), 5)
+    return _weight(_five_bits(blocks, 2) - 16, _one_each(blocks, 0), 5)
 
 
 def _q5_1(blocks: torch.Tensor) -> QuantizedWeight:
-    codes = _codes(blocks[..., 8:], 4, 16) | (_bits(blocks[..., 4:8]) << 4)
-    return _weight(codes, _one_each(blocks, 0), 5, _one_each(blocks, 2))
+    return _weight(_five_bits(blocks, 4), _one_each(blocks, 0), 5, _one_each(blocks, 2), is_unsigned=True)
+
+
+def _five_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Return codes of which a block has the fifth bits `at` a byte, then the lower four; int8 [rows, n]."""
+    low = PackedFields(blocks, Field(at + 4, 16, 4, 16)).apart()
+    bits = (blocks[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return low | bits.flatten(1).view(torch.int8) << 4
 
 
 def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
-    return _weight(blocks[..., 2:].contiguous().view(torch.int8), _one_each(blocks, 0), 8)
+    return _weight(PackedFields(blocks, Field(2, 32, 8, 32)), _one_each(blocks, 0), 8)
 
 
 def _q2_k(blocks: torch.Tensor) -> QuantizedWeight:
     scales = _multiples(blocks[..., :16] & 15, _half(blocks, 80))
     minimums = _multiples(blocks[..., :16] >> 4, -_half(blocks, 82))
-    return _weight(_codes(blocks[..., 16:80], 2, 32), scales, 4, minimums)
+    return _weight(PackedFields(blocks, Field(16, 64, 2, 32)), scales, 4, minimums, is_unsigned=True)
 
 
 def _q3_k(blocks: torch.Tensor) -> QuantizedWeight:
-    scales = _fields(blocks[..., 96:104], 4, 8) | (_fields(blocks[..., 104:108], 2, 4) << 4)
-    codes = _codes(blocks[..., 32:96], 2, 32, high=(blocks[..., :32], 1, 32), added=-4)
+    scales = fields_of(blocks[..., 96:104], 4, 8) | (fields_of(blocks[..., 104:108], 2, 4) << 4)
+    codes = PackedFields(blocks, Field(32, 64, 2, 32), Field(0, 32, 1, 32), added=-4)
     return _weight(codes, _multiples(scales.view(torch.int8) - 32, _half(blocks, 108)), 4)
 
 
 def _scales_and_minimums(blocks: torch.Tensor) -> tuple[Multiples, Multiples]:
     """Return the scales and minimums of Q4_K and Q5_K, 8 a block: 6 bits each in 12 bytes."""
-    low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
-    scales = torch.cat([low & 63, (high & 15) | ((low >> 2) & 48)], dim=-1)
-    minimums = torch.cat([middle & 63, (high >> 4) | ((middle >> 2) & 48)], dim=-1)
+    low, middle, high = blocks.view(torch.int32)[..., 1:4].unbind(-1)  # four bytes at a time
+    numbers = blocks.new_empty(2, *blocks.shape[:2], 2, dtype=torch.int32)
+    for number, (word, above) in enumerate(((low, high), (middle, high >> 4))):
+        numbers[number, ..., 0] = word & 0x3F3F3F3F
+        numbers[number, ..., 1] = (above & 0x0F0F0F0F) | ((word >> 2) & 0x30303030)
+    scales, minimums = numbers.view(torch.uint8)
     return _multiples(scales, _half(blocks, 0)), _multiples(minimums, -_half(blocks, 2))
 
 
 def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
     scales, minimums = _scales_and_minimums(blocks)
-    return _weight(_codes(blocks[..., 16:], 4, 32), scales, 4, minimums)
+    return _weight(PackedFields(blocks, Field(16, 128, 4, 32)), scales, 4, minimums, is_unsigned=True)
 
 
 def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
     scales, minimums = _scales_and_minimums(blocks)
-    codes = _codes(blocks[..., 48:], 4, 32, high=(blocks[..., 16:48], 1, 32))
-    return _weight(codes, scales, 5, minimums)
+    codes = PackedFields(blocks, Field(48, 128, 4, 32), Field(16, 32, 1, 32))
+    return _weight(codes, scales, 5, minimums, is_unsigned=True)
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
-    codes = _codes(blocks[..., :128], 4, 64, high=(blocks[..., 128:192], 2, 32), added=-32)
+    codes = PackedFields(blocks, Field(0, 128, 4, 64), Field(128, 64, 2, 32), added=-32)
     scales = _multiples(blocks[..., 192:208].contiguous().view(torch.int8), _half(blocks, 208))
     return _weight(codes, scales, 6)
 
@@ -226,18 +202,21 @@ _IQ4_LEVELS = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8)
 
 
 def _iq4_nl(blocks: torch.Tensor) -> QuantizedWeight:
-    return _weight(_codes(blocks[..., 2:], 4, 16), _one_each(blocks, 0), 4, levels=_IQ4_LEVELS)
+    codes = PackedFields(blocks, Field(2, 16, 4, 16))
+    return _weight(codes, _one_each(blocks, 0), 4, levels=_IQ4_LEVELS, is_unsigned=True)
 
 
 def _iq4_xs(blocks: torch.Tensor) -> QuantizedWeight:
-    scales = _fields(blocks[..., 4:8], 4, 1) | (_fields(blocks[..., 2:4], 2, 1) << 4)
+    scales = fields_of(blocks[..., 4:8], 4, 1) | (fields_of(blocks[..., 2:4], 2, 1) << 4)
     numbers = _multiples(scales.view(torch.int8) - 32, _half(blocks, 0))
-    return _weight(_codes(blocks[..., 8:], 4, 16), numbers, 4, levels=_IQ4_LEVELS)
+    codes = PackedFields(blocks, Field(8, 128, 4, 16))
+    return _weight(codes, numbers, 4, levels=_IQ4_LEVELS, is_unsigned=True)
 
 
 def _mxfp4(blocks: torch.Tensor) -> QuantizedWeight:
     scales = mxfp4_scales(blocks[..., 0])
-    return _weight(_codes(blocks[..., 1:], 4, 16), scales, 4, levels=MXFP4_LEVELS)
+    codes = PackedFields(blocks, Field(1, 16, 4, 16))
+    return _weight(codes, scales, 4, levels=MXFP4_LEVELS, is_unsigned=True)
 
 
 _SPLITTERS: dict[GGMLQuantizationType, Callable[[torch.Tensor], QuantizedWeight]] = {

@@ -51,7 +51,7 @@ def read_weights(
     for name, quantized in stays.items():
         if len((tensor := header.tensors[name]).shape) > 1:
             (kept if quantized else widened)[tensor.type.name] += 1
-    return StoredWeights(weights), FormatCounts(dict(kept), dict(widened))
+    return StoredWeights(weights, in_memory=True), FormatCounts(dict(kept), dict(widened))
 
 
 def find_broken(header: GGUFHeader, name: str) -> GGUFTensor | None:
