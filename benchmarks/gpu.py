@@ -277,7 +277,7 @@ class Bench:
         )
         num_seqs, context = self.shape.decodes[-1]
         alone = self.decode_s(num_seqs, context)
-        with _in_background(lambda: copy.into(ids, sources)) as done:
+        with in_background(lambda: copy.into(ids, sources)) as done:
             start = time.perf_counter()
             beside = self.decode_s(num_seqs, context)
             rate = len(done) * host.nbytes / (time.perf_counter() - start) / 1e9
@@ -294,7 +294,7 @@ def _first_token_s(engine: Engine, request_id: str, tokens: TokenArray) -> float
 
 
 @contextmanager
-def _in_background(work: Callable[[], None]) -> Iterator[list[None]]:
+def in_background(work: Callable[[], None]) -> Iterator[list[None]]:
     """Repeat `work` in a thread; the list grows by one with each time it is done."""
     done: list[None] = []
     is_over = threading.Event()
