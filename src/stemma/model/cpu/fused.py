@@ -19,6 +19,7 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.attend.attention import StepContext
 from stemma.model.attend.batch import ForwardBatch
 from stemma.model.cpu.attention import NativeAttentionStep
+from stemma.model.cpu.codes import can_pack_codes
 from stemma.model.cpu.decoder_step import DecoderStep
 from stemma.model.cpu.fused_layer import FusedLayer, fuse
 from stemma.model.cpu.heads import heads_of
@@ -64,13 +65,16 @@ def _pack_ends(
 ) -> tuple[EmbeddingFunction, PackedProduct]:
     """Return the embedding, ids [T] -> [T, H], and the output head.
 
-    Where they are tied, the one packed weight serves both: rows are read out of it.
+    Where they are tied, the one packed weight serves both: rows are read out of it. Rows of codes are too.
     """
     if layout.head is None:
         packed = packing.head(weights.affine(layout.embedding))
         return packed.take_rows, packed
-    embedding = weights.own(f"{layout.embedding.name}.weight")
-    return partial(torch.index_select, embedding, 0), packing.head(weights.affine(layout.head))
+    head = packing.head(weights.affine(layout.head))
+    codes = weights.codes(layout.embedding.weight)
+    if codes is not None and can_pack_codes(codes):
+        return packing.product([codes]).take_rows, head
+    return partial(torch.index_select, weights.own(layout.embedding.weight), 0), head
 
 
 class FusedDecoder:

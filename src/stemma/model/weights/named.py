@@ -57,6 +57,12 @@ class NamedWeights:
         self._check(linear.weight, coded.plain())
         return coded
 
+    def codes(self, name: str) -> QuantizedWeight | None:
+        """Return a weight if it is quantized; None: it is plain."""
+        stored = self._stored
+        found = stored[name] if isinstance(stored, StoredWeights) and name in stored.deferred() else None
+        return found if isinstance(found, QuantizedWeight) else None
+
     def norm(self, norm: Norm) -> torch.Tensor:
         """Return a norm's weight [size], apart from its file, and whole if it is centered."""
         name = f"{norm.name}.weight"

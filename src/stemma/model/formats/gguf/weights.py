@@ -32,16 +32,14 @@ def read_weights(
 ) -> tuple[StoredWeights, FormatCounts]:
     """Return all weights under transformers' names, and how many stayed quantized.
 
-    With `keep`, matrices whose type allows it stay quantized, but not embeddings that no head shares, whose
-    rows are only looked up; all else becomes `dtype`. Raises ModelError naming a tensor that no model of the
-    family has, or whose type isn't read.
+    With `keep`, matrices whose type allows it stay quantized; all else becomes `dtype`. Raises ModelError
+    naming a tensor that no model of the family has, or whose type isn't read.
     """
     weights: dict[str, torch.Tensor | DeferredWeight] = {}
     stays: dict[str, bool] = {}
-    looked_up = "token_embd.weight" if "output.weight" in header.tensors else None
     for name, whole in _wholes(header, config).items():
         tensors = [piece.tensor for piece in whole.pieces]
-        quantized = keep and whole.may_be_codes and tensors[0].name != looked_up
+        quantized = keep and whole.may_be_codes
         stays |= {tensor.name: quantized for tensor in tensors}
         if quantized:
             weights[name] = DeferredWeight(whole.shape, whole.codes)
