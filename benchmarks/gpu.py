@@ -151,27 +151,32 @@ def measure_machine(device: torch.device, timer: Timer) -> Machine:
     return Machine(name, 2 * num_bytes / copy_s, 2 * side**3 / product_s, host.nbytes / upload_s)
 
 
+def random_model(shape: Shape, device: torch.device, max_len: int) -> Any:
+    """Return transformers' model of a shape, of random weights."""
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocab,
+        max_position_embeddings=max_len,
+        tie_word_embeddings=False,
+    )
+    auto: Any = AutoModelForCausalLM
+    torch.manual_seed(0)
+    with device:
+        model = auto.from_config(config, dtype=torch.bfloat16)
+    return model.to(device).eval().requires_grad_(False)
+
+
 class Bench:
     """One model of random weights on the device, and its KV."""
 
     def __init__(self, shape: Shape, device: torch.device, timer: Timer, *, use_graphs: bool) -> None:
         self.shape, self.timer = shape, timer
         max_len = 2 * shape.cached
-        config = LlamaConfig(
-            hidden_size=shape.hidden,
-            num_hidden_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads,
-            intermediate_size=shape.intermediate,
-            vocab_size=shape.vocab,
-            max_position_embeddings=max_len,
-            tie_word_embeddings=False,
-        )
-        auto: Any = AutoModelForCausalLM
-        torch.manual_seed(0)
-        with device:
-            self.hf: Any = auto.from_config(config, dtype=torch.bfloat16)
-        self.hf = self.hf.to(device).eval().requires_grad_(False)
+        self.hf = random_model(shape, device, max_len)
         use_paged_attention(self.hf)
         kv_shape, _ = probe(self.hf)
         parameters = sum(p.numel() for p in self.hf.parameters())

@@ -17,32 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import GenerationConfig
 
 from benchmarks.device.take_apart import Report, recorded_decoder
-from benchmarks.gpu import SHAPES, Bench, Shape, Timer
+from benchmarks.gpu import SHAPES, Bench, Timer, random_model
 
 OURS = ("modules", "listed", "fused")
 NUM_TOKENS, NUM_ROUNDS = 64, 5
 _CONFIG: Any = GenerationConfig
-
-
-def plain_model(shape: Shape, device: torch.device) -> Any:
-    """Return transformers' model of a shape, of random weights."""
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocab,
-        tie_word_embeddings=False,
-    )
-    auto: Any = AutoModelForCausalLM
-    torch.manual_seed(0)
-    with device:
-        model = auto.from_config(config, dtype=torch.bfloat16)
-    return model.to(device).eval()
 
 
 def step_ms(timer: Timer, generate: Callable[[int], object]) -> float:
@@ -101,7 +83,7 @@ def main() -> None:
         for count in (1, num_seqs):
             report.say(f"{asked.who}: {count} x {context}, ms a step", 1000 * bench.decode_s(count, context))
         return
-    model = plain_model(shape, device)
+    model = random_model(shape, device, 2 * shape.cached)
     count = 1 if asked.who == "compiled" else num_seqs
     ids = torch.randint(3, shape.vocab, (count, context), device=device)
     ms = step_ms(timer, compiled(model, ids)) if asked.who == "compiled" else continuous_ms(model, ids)

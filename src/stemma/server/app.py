@@ -145,6 +145,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answer unknown paths and methods."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path'][:_MAX_PATH_CHARS]}: {error.detail}"
+    if error.status_code == 404:
+        message += "; it may be of a package that isn't installed beside the server, as stemma-lab"
     tell_refusal(request, NotFound(message), "other", error.status_code)
     return json_response(openai_body(message, "invalid_request_error"), error.status_code, error.headers)
 
